@@ -1,0 +1,109 @@
+"""What the rooms expect of each other where one side must not know the other's class.
+
+``EngineCore`` is what the engine process drives; ``engine_client.engine.core.EngineCore`` is one implementation, a
+test's scripted engine or an adapter of another server are others.  ``ProcessHandle`` is one engine process, however it
+was started; it has the interface of ``multiprocessing.Process``.
+
+Threads: declarations only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Union
+
+from engine_client.messages import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
+
+__all__ = ["Buffer", "EngineContext", "EngineCore", "ProcessHandle", "ProgressCallback"]
+
+Buffer = Union[bytes, bytearray, memoryview]
+ProgressCallback = Callable[[str, int, int], None]
+"""Called as ``callback(phase, done, total)``; ``total`` is 0 where it is unknown."""
+
+
+@dataclass(frozen=True)
+class EngineContext:
+    """What an engine is told beside its configuration.
+
+    Args:
+        rank: data-parallel rank.
+        progress: reports start-up progress to the client.
+        options: ``ClientOptions.for_engine()``.
+    """
+
+    rank: int = 0
+    progress: ProgressCallback = lambda phase, done, total: None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class EngineCore(Protocol):
+    """What the busy loop needs of an engine.  All calls come from one thread."""
+
+    step_fn: Callable[[], tuple[dict[int, EngineCoreOutputs] | None, bool]]
+    """Do one step; return outputs by client index (or None) and whether the model ran."""
+
+    def preprocess_add_request(self, request: EngineCoreRequest) -> tuple[Any, int]:
+        """Check a request; return the engine's own form of it, and its wave.  An exception ends only that request."""
+
+    def add_request(self, request: Any, request_wave: int = 0) -> None:
+        """Take a preprocessed request.  An exception ends only that request."""
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """End requests without further output; unknown and finished ids are ignored."""
+
+    def abort_all(self) -> None:
+        """End every request with reason ABORT; the outputs that say so come from ``take_outputs``."""
+
+    def post_step(self, model_executed: bool) -> None:
+        """Follow up on a step, before its outputs are sent."""
+
+    def has_work(self) -> bool:
+        """Tell whether ``step_fn`` has anything to do now."""
+
+    def take_outputs(self) -> dict[int, EngineCoreOutputs]:
+        """Return, once, the outputs that came about outside of a step, by client index."""
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many requests are waiting and running."""
+
+    def utilities(self) -> Mapping[str, Callable[..., Any]]:
+        """Return the methods that clients may call by name.  A result that is a ``Future`` is answered when it is done."""
+
+    def ready_response(self) -> EngineCoreReadyResponse:
+        """Return the engine's real capacities."""
+
+    def shutdown(self) -> None:
+        """Release everything; called once, last."""
+
+
+class ProcessHandle(Protocol):
+    """One child process, with the interface of ``multiprocessing.Process``."""
+
+    @property
+    def name(self) -> str:
+        """Return the name for messages."""
+
+    @property
+    def pid(self) -> int:
+        """Return the process id."""
+
+    @property
+    def sentinel(self) -> int:
+        """Return a descriptor that becomes readable when the process has ended."""
+
+    @property
+    def exitcode(self) -> int | None:
+        """Return the exit code, minus the signal number, or None while it runs or when it is unknown."""
+
+    def is_alive(self) -> bool:
+        """Tell whether the process still runs."""
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end, at most ``timeout`` seconds."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
