@@ -100,6 +100,11 @@ class ChildHandle:
         self._look()
         return self._reaped
 
+    @property
+    def is_prompt(self) -> bool:
+        """Tell whether the sentinel fires with the process's own end, whatever its children do."""
+        return self._is_pidfd
+
     def is_alive(self) -> bool:
         """Tell whether the process still runs."""
         return not self._look()
@@ -145,6 +150,11 @@ class ChildHandle:
             fd, self._sentinel = self._sentinel, -1
             if fd >= 0:
                 os.close(fd)
+
+    def after_fork_in_child(self) -> None:
+        """Close the sentinel in a forked copy; takes no lock, since its holder may not exist here."""
+        self._lock = threading.RLock()
+        self.close()
 
     def _look(self) -> bool:
         """Return whether the process has ended, and note how."""
