@@ -111,18 +111,16 @@ def is_running(key: ProcessKey) -> bool:
 
 def marked_processes(mark: str) -> set[ProcessKey]:
     """Return the other processes whose environment, as they were started with it, holds ``mark``."""
-    own = os.getpid()
-    return {stat.key for stat in _all_stats() if stat.key.pid != own and _has_mark(stat.key.pid, mark.encode())}
+    ignored = {os.getpid(), *_multiprocessing_daemons()[0]}
+    return {key for key, _, _ in _all_stats() if key.pid not in ignored and _has_mark(key.pid, mark.encode())}
 
 
 def descendants() -> set[ProcessKey]:
-    """Return the children of this process and theirs, zombies too, but for ``multiprocessing``'s daemons."""
-    stats = {stat.key.pid: stat for stat in _all_stats()}
+    """Return the children of this process and theirs, zombies too."""
     ignored, _ = _multiprocessing_daemons()
+    stats = {stat.key.pid: stat for stat in _all_stats()}
     own = os.getpid()
-    return {
-        stat.key for pid, stat in stats.items() if pid not in ignored and pid != own and own in _ancestors(stat, stats)
-    }
+    return {stat.key for pid, stat in stats.items() if pid not in ignored and own in _ancestors(stat, stats)}
 
 
 def _ancestors(stat: _Stat, stats: dict[int, _Stat]) -> list[int]:

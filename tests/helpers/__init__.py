@@ -1,1 +1,1 @@
-"""What the tests share; import it as ``from helpers.procs import run_script`` (folders are packages, ``tests/`` is not)."""
+"""What the tests share: ``from helpers.procs import run_script``, since folders are packages and ``tests/`` is not."""

@@ -23,7 +23,7 @@ import engine_client
 from engine_client.testing.inventory import ProcessKey, describe_process, is_running, key_of, marked_processes
 from helpers.timing import DEADLOCK, eventually
 
-__all__ = ["ScriptResult", "is_gone", "key_of", "run_script", "script_environment", "wait_gone"]
+__all__ = ["ScriptResult", "is_gone", "key_of", "run_script", "script_environment", "start_orphan", "wait_gone"]
 
 _NOISE = ("Traceback", "leaked", "Exception ignored", "ResourceWarning", "never awaited", "Fatal Python error")
 
@@ -178,3 +178,14 @@ def wait_gone(process: ProcessKey | int, timeout: float = 5.0) -> None:
         eventually(lambda: not is_running(key), timeout)
     except AssertionError:
         raise AssertionError(f"still there after {timeout} s: {describe_process(key)}") from None
+
+
+def start_orphan() -> int:
+    """Start a process in a session of its own whose parent ends at once; return its number."""
+    script = (
+        "import os, subprocess\n"
+        "quiet = {'stdout': subprocess.DEVNULL, 'stderr': subprocess.DEVNULL}\n"
+        "print(subprocess.Popen(['sleep', '60'], start_new_session=True, **quiet).pid, flush=True)\n"
+        "os._exit(0)"
+    )
+    return int(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout)
