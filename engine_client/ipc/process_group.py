@@ -66,7 +66,7 @@ class ProcessGroup:
         self._lock = threading.RLock()
         # -- guarded by _lock --
         self._members: dict[int, _Member] = {}
-        self._sweeping: list[tuple[int, list[Descendant]]] = []  # groups and strays just killed
+        self._swept: list[Descendant] = []  # killed behind their engines, perhaps not gone yet
 
     def add(self, rank: int, handle: ChildHandle) -> None:
         """Own a process that was just started."""
@@ -182,7 +182,7 @@ class ProcessGroup:
                 member.handle.kill()
             self._wait_gone(living, Deadline(_KILL_WAIT))
         with self._lock:
-            swept, self._sweeping = self._sweeping, []
+            swept, self._swept = self._swept, []
         _wait_swept(swept, Deadline(_SWEEP_WAIT))
 
     def _some(self, ranks: Iterable[int] | None) -> list[_Member]:
@@ -236,7 +236,7 @@ class ProcessGroup:
                     deeper.kill()
                 found.kill()
             handle.reap()
-            self._sweeping.append((handle.pid, below))
+            self._swept += below
             member.recorded.clear()
             member.buried = True
 
@@ -280,16 +280,7 @@ def _kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def _wait_swept(swept: list[tuple[int, list[Descendant]]], deadline: Deadline) -> None:
+def _wait_swept(swept: list[Descendant], deadline: Deadline) -> None:
     """Wait a moment until the kernel has taken away what was killed behind engines."""
-    for group, below in swept:
-        while (_is_group_used(group) or any(found.is_running() for found in below)) and not deadline.expired():
-            time.sleep(0.002)
-
-
-def _is_group_used(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
+    while any(found.is_running() for found in swept) and not deadline.expired():
+        time.sleep(0.002)
