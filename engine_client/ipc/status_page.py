@@ -1,0 +1,271 @@
+"""The page of shared memory on which an engine says how it is doing, so that nobody has to ask it.
+
+::
+
+    engine: StatusWriter ── 8-byte stores ──▶ [words | log ring] ──▶ StatusReader: client, load balancer, peers
+
+Each word is written by one process and is whole when read, since an aligned 8-byte store is one instruction; two words
+may be a step apart.  Nothing else is needed to write than a store, so a page costs the engine well below a microsecond
+per step, and it can still be read when the engine was killed.
+
+``EngineStatus`` tells *busy* from *stalled* by ``step_began_at``: times are of the monotonic clock, which all
+processes of a machine share.
+
+Invariants: I5 (the memory is nameless and goes with its last holder), I7 (no wait).
+
+Threads: the step calls belong to the engine's loop; ``log`` may come from any thread; reading from any thread.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+import threading
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from engine_client.ipc.arena_memory import reserve
+
+__all__ = ["SPIN_WORDS", "EngineState", "EngineStatus", "StatusReader", "StatusWriter"]
+
+# Words of eight bytes, by index.
+_STATE: Final = 0
+_FLAGS: Final = 1
+_STEPS: Final = 2
+_COUNTS: Final = 3  # waiting << 32 | running: one store, so that a load balancer never sees halves
+_STEP_BEGAN_AT: Final = 4  # a float, as the next one
+_LAST_STEP_AT: Final = 5
+_LOG_CLAIMED: Final = 6  # bytes ever written to the ring, before the bytes are there ...
+_LOG_WRITTEN: Final = 7  # ... and after
+_VOTES: Final = 8  # two words, for even and odd rounds
+_SPIN: Final = 16
+
+SPIN_WORDS: Final = 64
+"""How many front-ends have a spin word of their own; further ones share."""
+
+_RING_START: Final = 4096
+_RING_SIZE: Final = 4096
+_SIZE: Final = _RING_START + _RING_SIZE
+_MAX_LINE: Final = 1024
+"""Bytes of a log record that are kept; a longer one loses its middle."""
+_LOCK_TIMEOUT: Final = 0.1
+"""Seconds.  In a forked copy of the engine the lock's owner may not exist: a line is not worth waiting for."""
+
+_SLEEPING: Final = 1
+_PAUSED: Final = 2
+_COUNT_MASK: Final = (1 << 32) - 1
+
+
+class EngineState(enum.IntEnum):
+    """What an engine says of its own life; the client's view of it is in ``protocol.lifecycle``."""
+
+    LAUNCHED = 0
+    HELLO = 1
+    INIT = 2
+    READY = 3
+    DRAINING = 4
+    ENDED = 5
+
+
+_STATES: Final = {int(state): state for state in EngineState}
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """How an engine was doing at one moment.
+
+    Args:
+        steps: how many it has finished.
+        step_began_at: monotonic seconds at which its last step began; 0.0 before the first.
+        last_step_at: monotonic seconds at which a step last ended; 0.0 before the first.
+        waiting: requests that wait.
+        running: requests that run.
+    """
+
+    state: EngineState = EngineState.LAUNCHED
+    steps: int = 0
+    step_began_at: float = 0.0
+    last_step_at: float = 0.0
+    waiting: int = 0
+    running: int = 0
+    is_sleeping: bool = False
+    is_paused: bool = False
+
+    @property
+    def is_in_step(self) -> bool:
+        """Tell whether a step had begun and not ended."""
+        return self.step_began_at > self.last_step_at
+
+
+class StatusWriter:
+    """The engine's side of its page.  Calls after ``close`` change nothing.
+
+    Args:
+        fd: of the page's memory; owned by this object from here on.
+
+    Raises:
+        OSError, ValueError: the memory cannot be had; ``fd`` is then still the caller's.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._use(_map(fd))
+        self._fd = fd
+        self._log_lock = threading.Lock()
+
+    def _use(self, page: memoryview) -> None:
+        self._words = page.cast("Q")
+        self._times = page.cast("d")
+        self._ring = page[_RING_START:]
+
+    def set_state(self, state: EngineState) -> None:
+        """Say which phase of its life the engine has reached."""
+        self._words[_STATE] = state
+
+    def draining(self) -> None:
+        """Say that what is in flight is being finished and nothing new is taken."""
+        self._words[_STATE] = EngineState.DRAINING
+
+    def set_flags(self, *, is_sleeping: bool, is_paused: bool) -> None:
+        """Say whether the engine sleeps, and whether its scheduler is paused."""
+        self._words[_FLAGS] = _SLEEPING * is_sleeping | _PAUSED * is_paused
+
+    def step_begin(self) -> None:
+        """Say that a step begins."""
+        self._times[_STEP_BEGAN_AT] = time.monotonic()
+
+    def step_end(self, waiting: int, running: int) -> None:
+        """Say that the step is done, and how many requests are left."""
+        self._words[_COUNTS] = waiting << 32 | running
+        self._words[_STEPS] += 1
+        self._times[_LAST_STEP_AT] = time.monotonic()
+
+    def idle(self, waiting: int, running: int) -> None:
+        """Say how many requests there are, outside of a step."""
+        self._words[_COUNTS] = waiting << 32 | running
+
+    def vote(self, round_number: int, flags: int) -> None:
+        """Cast the vote of a lock-step round, with up to 16 flags; the round before stays readable."""
+        self._words[_VOTES + (round_number & 1)] = round_number + 1 << 16 | flags  # 0 is: never voted
+
+    def spin(self, front_end: int) -> None:
+        """Change the front-end's spin word: something was just written to its channel."""
+        self._words[_SPIN + front_end % SPIN_WORDS] += 1
+
+    def log(self, text: str) -> None:
+        """Keep a log record, of one or several lines, where it can be read after a crash."""
+        line = text.encode("utf-8", "backslashreplace") + b"\n"
+        if len(line) > _MAX_LINE:
+            line = line[: _MAX_LINE // 2] + b" ... " + line[5 - _MAX_LINE // 2 :]
+        if not self._log_lock.acquire(timeout=_LOCK_TIMEOUT):
+            return  # safe because it is only a log line
+        try:
+            written = self._words[_LOG_WRITTEN]
+            self._words[_LOG_CLAIMED] = written + len(line)
+            begin = written % _RING_SIZE
+            fits = min(len(line), _RING_SIZE - begin)
+            self._ring[begin : begin + fits] = line[:fits]
+            self._ring[: len(line) - fits] = line[fits:]
+            self._words[_LOG_WRITTEN] = written + len(line)
+        finally:
+            self._log_lock.release()
+
+    def close(self) -> None:
+        """Let go of the page and close its descriptor; idempotent."""
+        self._use(memoryview(bytearray(_SIZE)))
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __repr__(self) -> str:
+        return f"<StatusWriter {'closed' if self._fd < 0 else f'fd={self._fd}'}>"
+
+
+class StatusReader:
+    """Another process's view of an engine's page.  After ``close`` it goes on to tell the last that was seen.
+
+    Args:
+        fd: of the page's memory; owned by this object from here on.
+
+    Raises:
+        OSError, ValueError: the memory cannot be had; ``fd`` is then still the caller's.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._use(_map(fd))
+        self._fd = fd
+
+    def _use(self, page: memoryview) -> None:
+        self._page = page
+        self._words = page.cast("Q")
+        self._times = page.cast("d")
+
+    @staticmethod
+    def prepare(fd: int) -> None:
+        """Give new memory the size of a page, before anybody uses it.
+
+        Raises:
+            OSError: there is not even that much.
+        """
+        for _ in reserve(fd, os.fstat(fd).st_size, _SIZE):
+            pass
+
+    def snapshot(self) -> EngineStatus:
+        """Return how the engine is doing."""
+        words, times = self._words, self._times
+        flags, counts = words[_FLAGS], words[_COUNTS]
+        return EngineStatus(
+            state=_STATES.get(words[_STATE], EngineState.LAUNCHED),  # a crashing engine may have written anything
+            steps=words[_STEPS],
+            step_began_at=times[_STEP_BEGAN_AT],  # before the next one: a step that ends meanwhile has ended
+            last_step_at=times[_LAST_STEP_AT],
+            waiting=counts >> 32,
+            running=counts & _COUNT_MASK,
+            is_sleeping=bool(flags & _SLEEPING),
+            is_paused=bool(flags & _PAUSED),
+        )
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many requests wait and run: ``snapshot`` for a load balancer in a hurry."""
+        counts = self._words[_COUNTS]
+        return counts >> 32, counts & _COUNT_MASK
+
+    def vote(self, round_number: int) -> int | None:
+        """Return the flags that the engine voted with in a round; None if it has not voted, or is beyond it."""
+        word = self._words[_VOTES + (round_number & 1)]
+        return word & 0xFFFF if word >> 16 == round_number + 1 else None
+
+    def spin_word(self, front_end: int) -> int:
+        """Return a number that changes whenever something is written to the front-end's channel."""
+        return self._words[_SPIN + front_end % SPIN_WORDS]
+
+    def log_lines(self) -> list[str]:
+        """Return the last lines that the engine logged, oldest first."""
+        written = self._words[_LOG_WRITTEN]
+        ring = bytes(self._page[_RING_START:])
+        # What was claimed by the time the copy was made may be overwritten in it.
+        begin = max(0, self._words[_LOG_CLAIMED] - _RING_SIZE)
+        if begin >= written:
+            return []
+        split = begin % _RING_SIZE
+        text = (ring[split:] + ring[:split])[: written - begin]
+        if begin:
+            text = text.partition(b"\n")[2]  # the first line has lost its beginning
+        return text.decode("utf-8", "replace").splitlines()
+
+    def close(self) -> None:
+        """Keep a private copy, let go of the page and close its descriptor; idempotent."""
+        self._use(memoryview(bytes(self._page)))
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __repr__(self) -> str:
+        return f"<StatusReader {'closed' if self._fd < 0 else f'fd={self._fd}'} {self.snapshot()}>"
+
+
+def _map(fd: int) -> memoryview:
+    """Return the page; it is unmapped when the last view of it is gone."""
+    StatusReader.prepare(fd)
+    return memoryview(mmap.mmap(fd, _SIZE))
