@@ -1,0 +1,166 @@
+"""Ends this engine process, and everything below it, when the process that launched it is gone.
+
+::
+
+    launcher ends ─▶ kernel closes the lifeline's write end ─▶ SIGKILL to our process group      (F_SETSIG, O_ASYNC)
+                                                           └─▶ ... and to groups below us that left it
+                  └▶ pidfd of the launcher ─▶ watcher thread ─▶ SIGKILL to the same
+
+The kernel's way needs no Python: it works while C code holds the GIL, and in every process of the group at once
+(measured: 6 ms, Linux 6.1, x86-64).  The watcher is for when a forked copy of the launcher holds the write end open,
+and for systems without such signals.  An executor's own clean-up does not run on either way.
+
+The lifeline is a pipe that nobody ever writes to.  Nothing here depends on the thread that started us, or on which
+process adopts orphans: both would tell wrong.
+
+Invariants: I5 (nothing outlives the launcher).
+
+Threads: ``arm`` and ``guard_descendants`` on the main thread.  ``_watch`` runs in a daemon thread of its own, which
+blocks in ``poll`` for as long as the launcher lives.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+from engine_client.ipc.handle import has_pidfd
+from engine_client.ipc.processes import Descendant, descendants
+
+__all__ = ["Lifeline", "arm"]
+
+_LOOK: Final = 1.0
+"""Seconds between looks at a launcher that cannot be watched through a descriptor."""
+
+
+class Lifeline:
+    """Holds the lifeline's read end, and what the watcher needs.
+
+    Args:
+        fd: read end of the lifeline; stays open as long as this process runs.
+        launcher_pid: whose end is our end.
+        end: what to do then; kills everything.
+    """
+
+    def __init__(self, fd: int, launcher_pid: int, end: Callable[[], None] | None = None) -> None:
+        self._fd = fd
+        self._launcher_pid = launcher_pid
+        self._end = end or self._kill_everything
+        self._pidfd = -1
+        # -- main thread; the watcher reads whole values --
+        self._strays: list[Descendant] = []
+        self._guards: dict[int, int] = {}  # by owner, as F_SETOWN wants it: descriptors of the same pipe
+
+    def arm(self) -> None:
+        """Tie this process to the launcher; end it at once if the launcher is gone already."""
+        # A group that we do not lead is somebody else's: then this process alone.
+        _set_owner(self._fd, -os.getpid() if os.getpgrp() == os.getpid() else os.getpid())
+        if has_pidfd():
+            with suppress(ProcessLookupError):  # gone: found out below
+                self._pidfd = os.pidfd_open(self._launcher_pid)
+        # Only now, so that an end in between is seen either here or by what was just set up.
+        if self._is_hung_up() or not _is_alive(self._launcher_pid):
+            self._end()
+        threading.Thread(target=self._watch, name="engine-lifeline", daemon=True).start()
+
+    def guard_descendants(self) -> None:
+        """Tie processes below us that left our process group to the launcher as well.
+
+        To be called when such processes may have come into being; costs next to nothing while there are none.
+        """
+        own = os.getpgrp()
+        found = descendants(os.getpid())
+        strays = {stray: group for stray in found if (group := stray.group()) not in (own, None)}
+        pids = {stray.pid for stray in found}
+        self._strays = list(strays)
+        owners = set()
+        for stray, group in strays.items():
+            # A group whose leader is not below us may hold strangers: then this process alone.
+            owner = -group if group in pids else stray.pid
+            owners.add(owner)
+            if owner not in self._guards and (guard := _reopen(self._fd)) is not None:
+                _set_owner(guard, owner)
+                if stray.group() == group:
+                    self._guards[owner] = guard
+                else:  # it changed, or its number became another's, while we looked
+                    os.close(guard)
+        for owner in self._guards.keys() - owners:
+            os.close(self._guards.pop(owner))
+
+    def _watch(self) -> None:
+        """Block until the launcher is gone, then end everything."""
+        poller = select.poll()
+        poller.register(self._fd, 0)  # a hang-up is always told
+        if self._pidfd >= 0:
+            poller.register(self._pidfd, select.POLLIN)
+        timeout = None if self._pidfd >= 0 else _LOOK * 1000
+        while not poller.poll(timeout) and _is_alive(self._launcher_pid):
+            pass
+        self._end()
+
+    def _is_hung_up(self) -> bool:
+        poller = select.poll()
+        poller.register(self._fd, 0)
+        return bool(poller.poll(0))
+
+    def _kill_everything(self) -> None:
+        """Kill all below us, and ourselves last."""
+        for stray in self._strays:
+            stray.kill()
+        if os.getpgrp() == os.getpid():
+            os.killpg(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def arm(fd: int, launcher_pid: int) -> Lifeline:
+    """Tie this process to its launcher, which holds the write end of ``fd``."""
+    lifeline = Lifeline(fd, launcher_pid)
+    lifeline.arm()
+    return lifeline
+
+
+def _set_owner(fd: int, owner: int) -> None:
+    """Have the kernel send SIGKILL to a process, or minus a process group, when the pipe hangs up."""
+    if not hasattr(fcntl, "F_SETSIG"):  # not Linux: it could send SIGIO only, which may be handled or ignored
+        return
+    with suppress(OSError):  # a kernel or a sandbox without it; the watcher remains
+        fcntl.fcntl(fd, fcntl.F_SETOWN, owner)
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
+
+
+def _reopen(fd: int) -> int | None:
+    """Return another descriptor of the same pipe, with an owner of its own; None where that is not possible."""
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:  # no /proc
+        return None
+
+
+def _is_alive(launcher_pid: int) -> bool:
+    """Tell whether the launcher lives, and is not another process that got its pid."""
+    if os.getppid() == launcher_pid:
+        return True
+    # Our parent is a fork server, or the launcher is dead and somebody adopted us.
+    launcher = _stat(launcher_pid)
+    ours = _stat(os.getpid())
+    if launcher is None or ours is None:
+        return launcher is not None or not os.path.exists("/proc/self")
+    # Whoever launched us was there before us; ticks of 10 ms do, since an interpreter takes longer to start.
+    return launcher[0] not in "ZX" and launcher[1] < ours[1]
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """Return a process's state and the tick at which it started; None when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return fields[0].decode(), int(fields[19])
