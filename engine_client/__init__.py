@@ -10,17 +10,95 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine_client.config import (
-        CacheConfig,
-        ClientOptions,
-        EngineConfig,
-        ModelConfig,
-        ParallelConfig,
-        SchedulerConfig,
+    from engine_client.clients.base import (
+        EngineCoreClient as EngineCoreClient,
     )
-    from engine_client.errors import EngineDeadError, EngineGenerateError
+    from engine_client.clients.inproc import (
+        InprocClient as InprocClient,
+    )
+    from engine_client.clients.mp import (
+        BackgroundResources as BackgroundResources,
+        MPClient as MPClient,
+    )
+    from engine_client.clients.sync import (
+        SyncMPClient as SyncMPClient,
+    )
+    from engine_client.config import (
+        CacheConfig as CacheConfig,
+        ClientOptions as ClientOptions,
+        EngineConfig as EngineConfig,
+        ModelConfig as ModelConfig,
+        ParallelConfig as ParallelConfig,
+        SchedulerConfig as SchedulerConfig,
+    )
+    from engine_client.engine.core import (
+        EngineCore as EngineCore,
+    )
+    from engine_client.engine.executor import (
+        Executor as Executor,
+    )
+    from engine_client.engine.batch import (
+        Batch as Batch,
+        ModelOutput as ModelOutput,
+        ScheduledRequest as ScheduledRequest,
+    )
+    from engine_client.errors import (
+        ClosedError as ClosedError,
+        EngineClientError as EngineClientError,
+        EngineDeadError as EngineDeadError,
+        EngineGenerateError as EngineGenerateError,
+        EngineStalledError as EngineStalledError,
+        ForeignProcessError as ForeignProcessError,
+        HandshakeTimeout as HandshakeTimeout,
+        LocalProtocolError as LocalProtocolError,
+        ProtocolError as ProtocolError,
+        RemoteCallError as RemoteCallError,
+        RemoteProtocolError as RemoteProtocolError,
+        SerializationError as SerializationError,
+        StartupError as StartupError,
+    )
+    from engine_client.messages import (
+        EEP_NOTIFICATION_CALL_ID as EEP_NOTIFICATION_CALL_ID,
+        FINISH_REASON_STRINGS as FINISH_REASON_STRINGS,
+        EEPNotificationType as EEPNotificationType,
+        EngineCoreEvent as EngineCoreEvent,
+        EngineCoreEventType as EngineCoreEventType,
+        EngineCoreOutput as EngineCoreOutput,
+        EngineCoreOutputs as EngineCoreOutputs,
+        EngineCoreReadyResponse as EngineCoreReadyResponse,
+        EngineCoreRequest as EngineCoreRequest,
+        EngineCoreRequestType as EngineCoreRequestType,
+        FinishReason as FinishReason,
+        LogprobsLists as LogprobsLists,
+        PauseMode as PauseMode,
+        PrefillStats as PrefillStats,
+        PrefixCacheStats as PrefixCacheStats,
+        ReconfigureDistributedRequest as ReconfigureDistributedRequest,
+        ReconfigureRankType as ReconfigureRankType,
+        SchedulerStats as SchedulerStats,
+        UtilityOutput as UtilityOutput,
+        UtilityResult as UtilityResult,
+    )
+    from engine_client.params import (
+        LoRARequest as LoRARequest,
+        PoolingParams as PoolingParams,
+        SamplingParams as SamplingParams,
+    )
 
 _HOMES = {
+    "engine_client.clients.base": (
+        "EngineCoreClient",
+    ),
+    "engine_client.clients.inproc": (
+        "InprocClient",
+    ),
+    "engine_client.clients.mp": (
+        "BackgroundResources",
+        "MPClient",
+    ),
+    "engine_client.clients.sync": (
+        "SyncMPClient",
+    ),
     "engine_client.config": (
         "CacheConfig",
         "ClientOptions",
@@ -28,6 +106,59 @@ _HOMES = {
         "ModelConfig",
         "ParallelConfig",
         "SchedulerConfig",
+    ),
+    "engine_client.engine.core": (
+        "EngineCore",
+    ),
+    "engine_client.engine.executor": (
+        "Executor",
+    ),
+    "engine_client.engine.batch": (
+        "Batch",
+        "ModelOutput",
+        "ScheduledRequest",
+    ),
+    "engine_client.errors": (
+        "ClosedError",
+        "EngineClientError",
+        "EngineDeadError",
+        "EngineGenerateError",
+        "EngineStalledError",
+        "ForeignProcessError",
+        "HandshakeTimeout",
+        "LocalProtocolError",
+        "ProtocolError",
+        "RemoteCallError",
+        "RemoteProtocolError",
+        "SerializationError",
+        "StartupError",
+    ),
+    "engine_client.messages": (
+        "EEP_NOTIFICATION_CALL_ID",
+        "FINISH_REASON_STRINGS",
+        "EEPNotificationType",
+        "EngineCoreEvent",
+        "EngineCoreEventType",
+        "EngineCoreOutput",
+        "EngineCoreOutputs",
+        "EngineCoreReadyResponse",
+        "EngineCoreRequest",
+        "EngineCoreRequestType",
+        "FinishReason",
+        "LogprobsLists",
+        "PauseMode",
+        "PrefillStats",
+        "PrefixCacheStats",
+        "ReconfigureDistributedRequest",
+        "ReconfigureRankType",
+        "SchedulerStats",
+        "UtilityOutput",
+        "UtilityResult",
+    ),
+    "engine_client.params": (
+        "LoRARequest",
+        "PoolingParams",
+        "SamplingParams",
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

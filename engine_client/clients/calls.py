@@ -1,0 +1,68 @@
+"""Utility calls that wait for their reply.
+
+Invariants: I2 (whoever takes a future out of the table ends it, and it is taken out once).
+
+Threads: any.  There is no lock: each operation is one ``dict`` operation that the language documents as atomic
+(``pop``, item assignment, ``popitem``), so a finalizer that runs in the middle of any of them cannot deadlock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+__all__ = ["PendingCalls"]
+
+_log = logging.getLogger("engine_client.session")
+
+
+class PendingCalls:
+    """The table of one client: call id to future."""
+
+    def __init__(self) -> None:
+        self.futures: dict[int, Future[Any]] = {}
+        self._next = count(1)
+
+    def __len__(self) -> int:
+        return len(self.futures)
+
+    def __repr__(self) -> str:
+        return f"<PendingCalls {len(self.futures)}>"
+
+    def new(self) -> tuple[int, Future[Any]]:
+        """Register a call; return its id and its future."""
+        call_id = next(self._next)
+        future: Future[Any] = Future()
+        self.futures[call_id] = future
+        return call_id, future
+
+    def discard(self, call_id: int) -> None:
+        """Give a call up: a reply that still comes is dropped."""
+        self.futures.pop(call_id, None)
+
+    def settle(self, call_id: int, *, result: Any = None, error: BaseException | None = None) -> None:
+        """End a call with its result or its error; a call that was given up is ignored, and its failure logged."""
+        future = self.futures.pop(call_id, None)
+        if future is None:
+            if error is not None:
+                _log.warning("a utility call that was given up has failed: %s: %s", type(error).__name__, error)
+            return
+        with suppress(InvalidStateError):  # its caller cancelled it in this very moment
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+    def fail_all(self, make_error: Callable[[], BaseException]) -> None:
+        """End every call with an error of its own."""
+        while self.futures:
+            try:
+                _, future = self.futures.popitem()
+            except KeyError:
+                return  # another thread took the last one
+            with suppress(InvalidStateError):  # as in settle
+                future.set_exception(make_error())

@@ -1,0 +1,130 @@
+"""The client that runs the engine core in this process: no thread, no pipe, no serialisation.
+
+Threads: one at a time, as the engine core itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from engine_client.clients.base import EngineCoreClient
+from engine_client.clients.utilities import SyncUtilities
+from engine_client.config import ClientOptions
+from engine_client.engine.core import EngineCore
+from engine_client.engine.executor import progress_to
+from engine_client.errors import ClosedError
+from engine_client.ipc.user_main import replay_guard
+from engine_client.messages import EngineCoreOutputs, EngineCoreRequest, PauseMode
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["InprocClient"]
+
+
+class InprocClient(SyncUtilities, EngineCoreClient):
+    """Builds an ``EngineCore`` with the arguments given, and steps it in ``get_output``.
+
+    Args:
+        args, kwargs: of ``EngineCore``: ``vllm_config, executor_class, log_stats, …``.
+        options: of this library; only ``on_progress`` means something here.
+    """
+
+    def __init__(self, *args: Any, options: ClientOptions | None = None, **kwargs: Any) -> None:
+        replay_guard()
+        self._closed = False
+        callback: Callable[[str, int, int], None] | None = options.on_progress if options else None
+        with progress_to(callback or (lambda phase, done, total: None)):
+            self.engine_core = EngineCore(*args, **kwargs)
+        self._utilities = self.engine_core.utilities()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {'closed' if self._closed else 'running'} rank=0 {self.engine_core!r}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _ensure_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the engine client is closed")
+
+    @property
+    def is_alive(self) -> bool:
+        """Tell whether the client is open."""
+        return not self._closed
+
+    def check_health(self, timeout: float | None = 10.0) -> None:  # noqa: ARG002  # the interface's parameter
+        """Raise ``ClosedError`` if the client is closed; there is nobody else to ask."""
+        self._ensure_open()
+
+    def get_output(self) -> EngineCoreOutputs:
+        """Do one step and return its outputs (none when there is nothing to do).
+
+        Raises:
+            ClosedError: the client is closed.
+            Exception: whatever the executor raised.
+        """
+        self._ensure_open()
+        outputs, model_executed = self.engine_core.step_fn()
+        self.engine_core.post_step(model_executed)
+        return (outputs or {}).get(0) or EngineCoreOutputs()
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Give a request to the engine core.
+
+        Raises:
+            TypeError, ValueError: the request cannot be served as it is.
+        """
+        self._ensure_open()
+        engine_request, wave = self.engine_core.preprocess_add_request(request)
+        self.engine_core.add_request(engine_request, wave)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """End requests without further output; ids that are not in flight are ignored."""
+        if request_ids and not self._closed:
+            self.engine_core.abort_requests(request_ids)
+
+    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:  # noqa: ARG002  # runs here and now
+        """Call a registered utility of the engine core."""
+        self._ensure_open()
+        utility = self._utilities.get(method)
+        if utility is None:
+            raise AttributeError(f"the engine has no utility {method!r}; it has: {', '.join(sorted(self._utilities))}")
+        return utility(*args)
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Pause and free memory.
+
+        Raises:
+            ValueError: ``mode="wait"``: nothing could drain the requests while the caller waits.
+        """
+        if mode == "wait":
+            raise ValueError("sleep(mode='wait') is not possible in-process: nothing drains requests while you wait")
+        super().sleep(level, mode)
+
+    def pause_scheduler(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Pause.
+
+        Raises:
+            ValueError: ``mode="wait"``, as in ``sleep``.
+        """
+        if mode == "wait":
+            raise ValueError("pause_scheduler(mode='wait') is not possible in-process: nothing drains requests meanwhile")
+        super().pause_scheduler(mode, clear_cache)
+
+    def dp_engines_running(self) -> bool:
+        """Return False: there is one engine."""
+        return False
+
+    def shutdown(self, timeout: float | None = None) -> None:  # noqa: ARG002  # the interface's parameter
+        """Shut the engine core down; idempotent."""
+        if not self._closed:
+            self._closed = True
+            self.engine_core.shutdown()

@@ -1,0 +1,100 @@
+"""What a client holds of one engine: its process, its channel, and the memory that outlives it.
+
+Threads: set up by the thread that starts the engine; afterwards ``last_words`` and ``farewell`` belong to the reader.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Final
+
+from engine_client.ipc.arena import ArenaReader
+from engine_client.ipc.channel import Channel
+from engine_client.ipc.handle import ChildHandle
+from engine_client.ipc.status_page import StatusReader
+
+__all__ = ["STARTING", "EngineLink"]
+
+STARTING: Final = "starting the process"
+"""The phase before an engine's first message."""
+
+_MOST_STACK_BYTES: Final = 256 * 1024
+
+
+class EngineLink:
+    """One engine as its client sees it; owns the descriptors in it, and ``close`` releases them.
+
+    Args:
+        rank: data-parallel rank.
+        handle: its process.
+        channel: to it.
+        arena: what it sends through shared memory.
+        status: its status page.
+        lifeline: write end of the pipe whose closing ends it.
+        faults: descriptor of the memory that fault reports go to.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        handle: ChildHandle,
+        channel: Channel,
+        arena: ArenaReader,
+        status: StatusReader,
+        *,
+        lifeline: int,
+        faults: int,
+    ) -> None:
+        self.rank = rank
+        self.handle = handle
+        self.pid = handle.pid
+        self.channel = channel
+        self.arena = arena
+        self.status = status
+        self.lifeline = lifeline
+        self.faults = faults
+        self.phase = STARTING
+        # -- reader thread only, once it runs --
+        self.last_words: tuple[BaseException, str] | None = None
+        self.farewell: str | None = None
+
+    def __repr__(self) -> str:
+        return f"<EngineLink rank={self.rank} pid={self.pid} {self.phase} {self.channel!r}>"
+
+    @property
+    def title(self) -> str:
+        """Return how messages name this engine."""
+        return f"engine core {self.rank} (pid {self.pid})"
+
+    def read_stacks(self) -> str:
+        """Return what ``faulthandler`` wrote in the engine; empty when nothing."""
+        if self.faults < 0:
+            return ""
+        size = os.fstat(self.faults).st_size
+        start = max(0, size - _MOST_STACK_BYTES)
+        return os.pread(self.faults, size - start, start).decode(errors="replace")
+
+    def log_lines(self) -> list[str]:
+        """Return the last lines that the engine logged."""
+        return self.status.log_lines()
+
+    def close(self) -> None:
+        """Release everything but the process; idempotent.  Views that the user still holds stay readable."""
+        self.channel.close()
+        for close in self._closers():
+            close()
+
+    def _closers(self) -> list[Callable[[], None]]:
+        lifeline, self.lifeline = self.lifeline, -1
+        faults, self.faults = self.faults, -1
+        closers: list[Callable[[], None]] = [self.arena.close, self.status.close]
+        closers += [lambda fd=fd: os.close(fd) for fd in (lifeline, faults) if fd >= 0]  # type: ignore[misc]  # a default binds it
+        return closers
+
+    def close_after_fork(self) -> None:
+        """Close the copies that a forked child inherited, without touching a lock that another thread may have held."""
+        lifeline, self.lifeline = self.lifeline, -1
+        if lifeline >= 0:
+            os.close(lifeline)
+        self.channel.close_after_fork()

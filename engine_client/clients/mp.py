@@ -1,0 +1,283 @@
+"""What the multi-process clients share: start, the READY hand-over, and the end.
+
+Invariants: I6 (the finalizer holds ``BackgroundResources``, which holds the session; neither knows the client), I9 (the
+caller's config changes only by ``_apply_ready_response``), I11 (the finalizer is registered before anything is
+acquired).
+
+Threads: constructed by one thread; everything else from any.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from engine_client.clients.base import EngineCoreClient
+from engine_client.clients.session import Session
+from engine_client.clients.start import Handshake, launch_engine
+from engine_client.config import ClientOptions, ready_timeout, shutdown_grace
+from engine_client.deadline import Deadline
+from engine_client.errors import EngineDeadError, EngineStalledError
+from engine_client.ipc.arena import ArenaWriter, create_memory
+from engine_client.ipc.status_page import EngineStatus
+from engine_client.ipc.user_main import describe_main, importable, replay_guard
+from engine_client.messages import EngineCoreReadyResponse
+from engine_client.protocol.codec import dumps
+from engine_client.protocol.wire import PING, Init
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["BackgroundResources", "MPClient"]
+
+
+@dataclass
+class BackgroundResources:
+    """What the finalizer releases.  The fields are the reference's; those that only ZMQ needs stay None.
+
+    ``engine_manager`` is the process group.  Owned by the client and its finalizer; ends by being called.
+    """
+
+    ctx: Any
+    engine_manager: Any = None
+    coordinator: Any = None
+    output_socket: Any = None
+    input_socket: Any = None
+    first_req_send_socket: Any = None
+    first_req_rcv_socket: Any = None
+    stats_update_socket: Any = None
+    output_queue_task: Any = None
+    stats_update_task: Any = None
+    shutdown_path: str | None = None
+    engine_dead: bool = False
+    session: Session | None = field(default=None, kw_only=True, repr=False)
+
+    def __call__(self) -> None:
+        """End the engines and release everything; idempotent."""
+        self.engine_dead = True
+        if self.session is not None:
+            self.session.close(shutdown_grace(self.session.options))
+
+    def validate_alive(self, frames: Any) -> None:
+        """Raise ``EngineDeadError`` if ``frames`` is the reference's single ENGINE_CORE_DEAD frame."""
+        if len(frames) == 1 and bytes(getattr(frames[0], "buffer", frames[0])) == b"ENGINE_CORE_DEAD":
+            self.engine_dead = True
+            raise EngineDeadError
+
+
+class MPClient(EngineCoreClient):
+    """Base of the clients whose engine core lives in a process of its own.
+
+    Args:
+        asyncio_mode: the subclass offers coroutines.
+        vllm_config: ``EngineConfig`` or any object with its attributes; the READY hand-over changes it.
+        executor_class: called with ``vllm_config`` in the engine process; must be importable there.
+        log_stats: attach scheduler statistics to outputs.
+        client_addresses: endpoints of engines that somebody else launched; not part of this version.
+        options: of this library.
+
+    Raises:
+        StartupError: an engine did not come up; everything that was started is gone.
+        HandshakeTimeout: (also a TimeoutError) not within the ready timeout.
+        SerializationError: the configuration or the executor class cannot be sent; nothing was started.
+    """
+
+    def __init__(
+        self,
+        asyncio_mode: bool,  # noqa: ARG002  # the reference's parameter; the colours are subclasses here
+        vllm_config: Any,
+        executor_class: Callable[..., Any],
+        log_stats: bool,
+        client_addresses: dict[str, Any] | None = None,
+        *,
+        options: ClientOptions | None = None,
+    ) -> None:
+        replay_guard()
+        self.vllm_config = vllm_config
+        self.options = options or ClientOptions()
+        parallel = vllm_config.parallel_config
+        if client_addresses or parallel.data_parallel_size > 1:
+            raise NotImplementedError("several front-ends and data parallel engines are not part of this version")
+        self.resources = BackgroundResources(ctx=None)
+        self._finalizer = weakref.finalize(self, self.resources)
+        try:
+            self.engines_running = False
+            self.stats_update_address: str | None = None
+            first = getattr(parallel, "data_parallel_index", 0)
+            self.engine_ranks_managed = [first]
+            self.core_engines = [rank.to_bytes(2, "little") for rank in self.engine_ranks_managed]
+            self.core_engine = self.core_engines[0]
+            self._session = self._start(executor_class, log_stats)
+        except BaseException:
+            self._finalizer.detach()
+            if self.resources.session is not None:
+                self.resources.session.abandon()
+            raise
+
+    def __repr__(self) -> str:
+        session = self._session
+        engines = ", ".join(f"rank={link.rank} pid={link.pid}" for link in session.links.values())
+        return f"<{type(self).__name__} {session.state} {engines}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{type(self).__name__} cannot be pickled: it owns processes; make a client of its own over there")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    # -- start ---------------------------------------------------------------------------------------------------------
+
+    def _start(self, executor_class: Callable[..., Any], log_stats: bool) -> Session:
+        """Start the engines; everything is registered with the finalizer before it can fail."""
+        deadline = Deadline(ready_timeout(self.options))
+        main = describe_main()
+        payload = dumps((self.vllm_config, executor_class, log_stats), main_importable=importable(main))
+        session = Session(self.options, _dead_flag(self.resources))
+        session.main_importable = importable(main)
+        self.resources.session = session
+        self.resources.engine_manager = session.group
+        requests_fd = create_memory("engine-requests")
+        session.writer = ArenaWriter(requests_fd, limit=self.options.arena_limit, parties=max(self.engine_ranks_managed) + 1)
+        for rank in self.engine_ranks_managed:
+            link = launch_engine(rank, self.options, session.writer, requests_fd)
+            session.adopt(link)
+        token = secrets.token_hex(16)
+
+        def make_init(rank: int) -> Init:
+            target = self.options.engine_target
+            return Init(token, rank, target, list(sys.path), list(sys.argv), main, self.options.for_engine(), payload)
+
+        responses = Handshake(list(session.links.values()), make_init, token, self.options, deadline).run()
+        for _, response in sorted(responses.items()):
+            self._apply_ready_response(response)
+        session.max_model_len = self.vllm_config.model_config.max_model_len
+        session.group.record_descendants()
+        session.serve()
+        return session
+
+    def _apply_ready_response(self, payload: EngineCoreReadyResponse) -> None:
+        """Take over an engine's real capacities into the caller's config, as the reference does."""
+        if not payload:
+            return
+        model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
+        if model.max_model_len is None or payload.max_model_len < model.max_model_len:
+            model.max_model_len = payload.max_model_len
+        cache.num_gpu_blocks = (cache.num_gpu_blocks or 0) + payload.num_gpu_blocks
+        cache.block_size = payload.block_size
+        for name in ("kv_cache_size_tokens", "kv_cache_max_concurrency"):
+            if getattr(cache, name, None) is None:
+                setattr(cache, name, getattr(payload, name))
+        if self.stats_update_address is None:
+            self.stats_update_address = payload.dp_stats_address
+
+    # -- what every colour has ------------------------------------------------------------------------------------------
+
+    @property
+    def is_alive(self) -> bool:
+        """Tell, without asking the engine, whether it can still be used."""
+        return self._session.state == "running"
+
+    @property
+    def utility_results(self) -> dict[int, Any]:
+        """Return the pending utility calls: call id to future."""
+        return self._session.calls.futures
+
+    def ensure_alive(self) -> None:
+        """Raise ``EngineDeadError`` if the engine is dead or the client closed."""
+        self._session.ensure_alive()
+
+    def check_health(self, timeout: float | None = 10.0) -> None:
+        """Make sure that the engine answers.
+
+        Raises:
+            EngineDeadError: it is dead, or the client is closed.
+            EngineStalledError: it lives but did not answer within ``timeout`` seconds; says what it was last seen doing.
+        """
+        call_id, future = self._session.call(PING, ())
+        try:
+            future.result(timeout)
+        except FutureTimeoutError:  # the builtin one only since 3.11
+            if future.done():
+                raise
+            doing = "; ".join(map(_describe, self.engine_status()))
+            raise EngineStalledError(f"the engine is not responding: no answer within {timeout:g} s; {doing}") from None
+        finally:
+            self._session.calls.discard(call_id)
+
+    def engine_status(self) -> list[EngineStatus]:
+        """Return what each engine's status page says, without asking the engines."""
+        return [link.status.snapshot() for link in self._session.links.values()]
+
+    def allocate(self, nbytes: int) -> memoryview:
+        """Return writable shared memory, to be filled in place and sent without a copy.
+
+        The memory is the library's again once the request that carries it was sent and all views of it are dropped.
+
+        Args:
+            nbytes: size in bytes.
+
+        Raises:
+            EngineDeadError: there is no engine.
+            MemoryError: there is no room.
+        """
+        self._session.ensure_alive()
+        assert self._session.writer is not None  # from the start to the end of a session
+        return self._session.writer.allocate(nbytes)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the engines and release everything; idempotent, from any thread.
+
+        Calls that wait in other threads end with ``ClosedError`` within the same bound.
+
+        Args:
+            timeout: seconds for the polite end before force; None: ``VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS``, default 5.
+        """
+        grace = shutdown_grace(self.options, timeout)
+        self._session.close(grace)
+        self.resources.engine_dead = True
+        self._finalizer.detach()
+
+    def dp_engines_running(self) -> bool:
+        """Tell whether lock-step ranks are in a wave; a single engine has none."""
+        return self.engines_running
+
+    def start_engine_core_monitor(self) -> None:
+        """Do nothing: the reader thread watches the engines from the start (the reference has a thread for it)."""
+
+    def add_pending_message(self, tracker: Any, msg: Any) -> None:
+        """Do nothing: a message is sent or copied when ``add_request`` returns (the reference keeps it until sent)."""
+
+    def free_pending_messages(self) -> None:
+        """Do nothing, as ``add_pending_message``."""
+
+
+def _describe(status: EngineStatus) -> str:
+    """Tell what an engine was last seen doing: busy in a step, or nothing."""
+    load = f"{status.running} requests running, {status.waiting} waiting"
+    if status.is_in_step:
+        return f"it has been in one step for {time.monotonic() - status.step_began_at:.1f} s ({load})"
+    return f"it is not in a step ({load})"
+
+
+def _dead_flag(resources: BackgroundResources) -> Callable[[], None]:
+    """Return what sets ``engine_dead`` without keeping the resources (and so the session) in a cycle of its own."""
+    reference = weakref.ref(resources)
+
+    def set_flag() -> None:
+        with suppress(AttributeError):  # the resources are collected already
+            reference().engine_dead = True  # type: ignore[union-attr]  # see the line above
+
+    return set_flag

@@ -1,0 +1,263 @@
+"""Start engines: launch their processes and lead each through the handshake, within one deadline.
+
+::
+
+    launch ─▶ HELLO ─▶ INIT ─▶ STATUS* ─▶ READY        all ranks at once, in one selector
+                │                    └─▶ FAILED ─┐
+                └──────── exit, deadline ────────┴─▶ StartupError, HandshakeTimeout
+
+Invariants: I3 (what a process sent before it ended is read before its end counts), I7 (the one wait is bounded by the
+deadline), I11 (a link is registered with its owner as soon as it exists).
+
+Threads: the thread that constructs the client, so that ``on_progress`` is called there and Ctrl-C works.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import selectors
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Final
+
+from engine_client.clients.link import STARTING, EngineLink
+from engine_client.config import ClientOptions
+from engine_client.deadline import Deadline
+from engine_client.errors import HandshakeTimeout, RemoteProtocolError, StartupError
+from engine_client.ipc.arena import ArenaReader, ArenaWriter, create_memory
+from engine_client.ipc.channel import Channel
+from engine_client.ipc.descriptors import above_stdio
+from engine_client.ipc.exits import exit_name
+from engine_client.ipc.launcher import EngineFds, launch
+from engine_client.ipc.processes import memory_hint
+from engine_client.ipc.status_page import StatusReader
+from engine_client.messages import EngineCoreReadyResponse
+from engine_client.protocol.framing import Kind
+from engine_client.protocol.wire import (
+    PROTOCOL_VERSION,
+    Frame,
+    Init,
+    decode_dead,
+    decode_ready,
+    decode_status,
+    decode_text,
+    encode_init,
+)
+
+__all__ = ["Handshake", "launch_engine"]
+
+_FIRST_INHERITABLE: Final = 3
+"""Descriptors 0 to 2 are the standard streams; a host that closed them must not have ours taken for them."""
+
+
+def _pipe_pair() -> tuple[int, int]:
+    """Return the two descriptors of a duplex ``multiprocessing.Pipe``."""
+    from multiprocessing import Pipe  # noqa: PLC0415  # costs 10 ms that a mere import of the package must not
+
+    ours, theirs = Pipe(duplex=True)
+    with ours, theirs:
+        first = fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD_CLOEXEC, _FIRST_INHERITABLE)
+        try:
+            second = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, _FIRST_INHERITABLE)
+        except OSError:
+            os.close(first)
+            raise
+    return first, second
+
+
+def launch_engine(rank: int, options: ClientOptions, writer: ArenaWriter, requests_fd: int) -> EngineLink:
+    """Start one engine process and return the link to it.
+
+    Args:
+        rank: data-parallel rank; also the reader's number in the request memory.
+        options: of the client.
+        writer: of the memory that requests go through.
+        requests_fd: descriptor of that memory.
+
+    Raises:
+        OSError: descriptors, memory or processes have run out; nothing is left behind.
+    """
+    with ExitStack() as undo:
+
+        def own(fd: int) -> int:
+            undo.callback(os.close, fd)
+            return fd
+
+        ours, theirs = map(own, _pipe_pair())
+        held, lifeline = (own(above_stdio(fd)) for fd in os.pipe())
+        page = own(create_memory(f"engine-status-{rank}"))
+        StatusReader.prepare(page)
+        faults = own(create_memory(f"engine-faults-{rank}"))
+        results = own(create_memory(f"engine-results-{rank}"))
+        fds = EngineFds(
+            channel=theirs, lifeline=held, page=page, faults=faults, arena_in=requests_fd, arena_out=results
+        )
+        handle = launch(
+            options.start_method, name=f"engine-core-{rank}", fds=fds, parent_fds=(ours, lifeline)
+        )
+        undo.pop_all()
+    for fd in (theirs, held):
+        os.close(fd)
+    reader = ArenaReader(results)
+    channel = Channel(
+        ours,
+        name=f"engine core {rank}",
+        writer=writer,
+        reader=reader,
+        threshold=options.arena_threshold,
+        party=rank,
+    )
+    return EngineLink(rank, handle, channel, reader, StatusReader(page), lifeline=lifeline, faults=faults)
+
+
+class Handshake:
+    """Leads links that were just launched to READY.
+
+    Args:
+        links: to the engines.
+        make_init: the INIT of a rank.
+        token: what READY must repeat.
+        options: of the client; ``on_progress`` is called here.
+        deadline: of the whole start.
+    """
+
+    def __init__(
+        self,
+        links: list[EngineLink],
+        make_init: Callable[[int], Init],
+        token: str,
+        options: ClientOptions,
+        deadline: Deadline,
+    ) -> None:
+        self._waiting = {link.rank: link for link in links}
+        self._make_init = make_init
+        self._token = token
+        self._options = options
+        self._deadline = deadline
+        self._failures: dict[int, tuple[EngineLink, str, BaseException | None]] = {}
+        self._responses: dict[int, EngineCoreReadyResponse] = {}
+
+    def run(self) -> dict[int, EngineCoreReadyResponse]:
+        """Wait until every rank is READY; return what each reported.
+
+        Raises:
+            StartupError: an engine failed; names the ranks that did, how, and the cause.
+            HandshakeTimeout: the deadline came first.
+        """
+        with selectors.DefaultSelector() as selector:
+            for link in self._waiting.values():
+                selector.register(link.channel.fileno(), selectors.EVENT_READ, (link, "channel"))
+                selector.register(link.handle.sentinel, selectors.EVENT_READ, (link, "sentinel"))
+            while self._waiting:
+                self._flush(selector)
+                events = selector.select(self._deadline.remaining())
+                for key, _ in sorted(events, key=lambda event: event[0].data[1]):  # channels before sentinels
+                    self._serve(selector, *key.data)
+                if self._failures:
+                    raise self._startup_error()
+                if not events and self._deadline.expired():
+                    raise self._timeout_error()
+        return self._responses
+
+    def _flush(self, selector: selectors.BaseSelector) -> None:
+        for link in self._waiting.values():
+            if not link.channel.ended:
+                write = selectors.EVENT_WRITE if not self._try_flush(link) else 0
+                selector.modify(link.channel.fileno(), selectors.EVENT_READ | write, (link, "channel"))
+
+    def _try_flush(self, link: EngineLink) -> bool:
+        try:
+            return link.channel.flush()
+        except BrokenPipeError:
+            return True  # its sentinel tells what happened
+
+    def _serve(self, selector: selectors.BaseSelector, link: EngineLink, what: str) -> None:
+        rank = link.rank
+        if rank not in self._waiting:
+            return
+        if not link.channel.ended:
+            for frame in link.channel.receive():
+                self._take(link, frame)
+            if link.channel.ended:
+                selector.unregister(link.channel.fileno())
+        if rank not in self._waiting:
+            selector.unregister(link.handle.sentinel)
+        elif link.channel.fault is not None:
+            self._fail(link, f"sent something unintelligible: {link.channel.fault}", link.channel.fault)
+        elif what == "sentinel":
+            self._fail(link, self._exit_text(link), None)
+
+    def _take(self, link: EngineLink, frame: Frame) -> None:
+        """Move one engine along; a message that does not fit ends its start."""
+        if link.rank not in self._waiting:
+            return
+        try:
+            self._advance(link, frame)
+        except Exception as error:  # noqa: BLE001  # decoding runs the engine's code; only this start fails
+            self._fail(link, f"sent a message that cannot be used: {type(error).__name__}: {error}", error)
+
+    def _advance(self, link: EngineLink, frame: Frame) -> None:
+        kind = frame.kind
+        if kind == Kind.HELLO:
+            version, _ = decode_text(frame)
+            if version != PROTOCOL_VERSION:
+                raise RemoteProtocolError(f"it speaks protocol version {version}, this client {PROTOCOL_VERSION}")
+            link.phase = "importing the engine"
+            link.channel.send(encode_init(self._make_init(link.rank)))
+        elif kind == Kind.STATUS:
+            link.phase, done, total = decode_status(frame)
+            if self._options.on_progress is not None:
+                self._options.on_progress(link.phase, done, total)
+        elif kind == Kind.READY:
+            token, response = decode_ready(frame)
+            if token != self._token:
+                raise RemoteProtocolError("it belongs to another client")
+            link.phase = "ready"
+            self._responses[link.rank] = response
+            del self._waiting[link.rank]
+        elif kind == Kind.FAILED:
+            error, link.phase = decode_dead(frame)
+            text = f"failed while {link.phase}: {type(error).__name__}: {error}"
+            self._fail(link, text, error)
+        else:
+            raise RemoteProtocolError(f"a {Kind(kind).name} message before READY")
+
+    def _fail(self, link: EngineLink, text: str, error: BaseException | None) -> None:
+        self._failures.setdefault(link.rank, (link, text, error))
+        self._waiting.pop(link.rank, None)
+
+    def _exit_text(self, link: EngineLink) -> str:
+        code = link.handle.exitcode
+        parts = [f"ended with {exit_name(code)} while {link.phase}, before it was ready"]
+        if code == -9:
+            parts.append(memory_hint())
+        if link.handle.start_hint and link.phase == STARTING:
+            parts.append(link.handle.start_hint)
+        stacks = link.read_stacks()
+        if stacks:
+            parts.append(f"Python stacks of the engine:\n{stacks.rstrip()}")
+        lines = link.log_lines()
+        if lines:
+            parts.append("Last lines that the engine logged:\n" + "\n".join(lines))
+        return "\n".join(parts)
+
+    def _startup_error(self) -> StartupError:
+        lines = []
+        cause = None
+        for _, (link, text, error) in sorted(self._failures.items()):
+            remote = str(getattr(error, "remote_traceback", "") or "").rstrip()
+            lines.append(f"{link.title} {text}" + (f"\n{remote}" if remote else ""))
+            cause = cause or error
+        startup_error = StartupError("Engine core initialization failed: " + "\n".join(lines))
+        startup_error.__cause__ = cause
+        return startup_error
+
+    def _timeout_error(self) -> HandshakeTimeout:
+        limit = self._deadline.timeout
+        stuck = ", ".join(f"{link.title} while {link.phase}" for _, link in sorted(self._waiting.items()))
+        return HandshakeTimeout(
+            f"Timed out waiting for engine core processes to start: waited {limit:g} s (the limit for the whole start), "
+            f"stuck: {stuck}. This is often caused by slow weight loading for large models. To raise the limit, set "
+            "VLLM_ENGINE_READY_TIMEOUT_S=<seconds> or ClientOptions(ready_timeout=<seconds>)."
+        )

@@ -1,0 +1,124 @@
+"""The blocking client of an engine core in its own process.
+
+::
+
+    add_request ─▶ Session ─▶ engine        get_output ◀── queue ◀── ReaderThread ◀── engine
+
+Threads: every method from any thread.  A ``KeyboardInterrupt`` that ends a call aborts what was in flight, so that the
+next call sees nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+from engine_client.clients.mp import MPClient
+from engine_client.clients.utilities import SyncUtilities
+from engine_client.config import ClientOptions
+from engine_client.deadline import check_timeout
+from engine_client.messages import EngineCoreOutputs, EngineCoreRequest
+
+__all__ = ["SyncMPClient"]
+
+
+class SyncMPClient(SyncUtilities, MPClient):
+    """Runs the engine core in a process of its own; calls block.
+
+    Use it as a context manager, or call ``shutdown``; dropping the last reference does the same.
+
+    Args:
+        vllm_config: ``EngineConfig`` or any object with its attributes.
+        executor_class: called with ``vllm_config`` in the engine process.
+        log_stats: attach scheduler statistics to outputs.
+        options: of this library.
+
+    Raises:
+        StartupError: the engine did not come up.
+        HandshakeTimeout: (also a TimeoutError) not within the ready timeout.
+        SerializationError: the configuration or the executor class cannot be sent.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        executor_class: Callable[..., Any],
+        log_stats: bool,
+        *,
+        options: ClientOptions | None = None,
+    ) -> None:
+        super().__init__(False, vllm_config, executor_class, log_stats, options=options)
+        self.is_dp = vllm_config.parallel_config.data_parallel_size > 1
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Send a request; its buffers may be changed as soon as this returns.
+
+        Waits while more than ``ClientOptions.high_water`` bytes are queued for an engine that does not read.
+
+        Raises:
+            TypeError, ValueError: the request cannot be served as it is; nothing was sent.
+            SerializationError, PicklingError: a field cannot be sent; nothing was.
+            EngineDeadError: the engine is dead.
+        """
+        try:
+            self._session.add(request)
+        except Exception:
+            raise
+        except BaseException:  # an interrupt: what it interrupted must not reach the next call
+            self._session.interrupted()
+            raise
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """End requests without further output; ids that are not in flight are ignored, and so is a dead engine."""
+        self._session.abort(request_ids)
+
+    def get_output(self, *, timeout: float | None = None) -> EngineCoreOutputs:
+        """Wait for the next outputs.
+
+        Args:
+            timeout: seconds; None waits until there are some, or the engine ends.
+
+        Raises:
+            TimeoutError: nothing came in time.
+            EngineDeadError: the engine is dead, and all that it sent was returned; again at every later call.
+        """
+        check_timeout(timeout)
+        try:
+            return self._session.get(timeout)
+        except Exception:
+            raise
+        except BaseException:  # as in add_request
+            self._session.interrupted()
+            raise
+
+    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """Call a utility of the engine and return its result.
+
+        Args:
+            method: its registered name.
+            args: positional arguments; must be picklable.
+            timeout: seconds; None waits until the engine answers or ends.
+
+        Raises:
+            Exception: whatever the utility raised, with the engine's traceback; AttributeError: there is no such utility.
+            TimeoutError: no answer in time; a later one is dropped.
+            EngineDeadError: the engine is dead.
+        """
+        check_timeout(timeout)
+        call_id = None
+        try:
+            call_id, future = self._session.call(method, args)
+            return future.result(timeout)
+        except FutureTimeoutError:  # the builtin one only since 3.11
+            if not future.done():
+                raise TimeoutError(f"the utility {method!r} did not answer within {timeout:g} s") from None
+            raise
+        except Exception:
+            raise
+        except BaseException:  # as in add_request
+            self._session.interrupted()
+            raise
+        finally:
+            if call_id is not None:
+                self._session.calls.discard(call_id)

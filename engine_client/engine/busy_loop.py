@@ -1,0 +1,305 @@
+"""The engine process's loop: read what front-ends sent, step the engine, send what came of it.
+
+::
+
+    channels ─▶ receive ─▶ dispatch ─▶ EngineCore.add / abort / utility
+        ▲                                   │
+        │        ┌── has_work? ── no: block in the selector
+        │        ▼ yes
+        │     step_fn ─▶ post_step ─▶ receive (aborts of this moment count) ─▶ outputs ─▶ channels
+
+An error that belongs to one request ends that request with reason ERROR; one that belongs to a utility call answers
+that call; only an exception of a step (and SystemExit and its like) ends the loop, and ``run`` raises it.
+
+Invariants: I1 (the one reader of the engine's channels), I2 (every utility call is answered, deferred ones when the
+loop ends at the latest), I7 (blocks in the selector only, which signals and answers interrupt).
+
+Threads: everything runs on the thread that calls ``run``; only ``request_shutdown`` and the done-callbacks of deferred
+utilities may come from elsewhere (a signal handler, an executor's thread): they store and wake.
+"""
+
+from __future__ import annotations
+
+import enum
+import selectors
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Final
+
+from engine_client.deadline import Deadline
+from engine_client.engine.front_end import FrontEnd
+from engine_client.interfaces import EngineCore
+from engine_client.ipc.status_page import StatusWriter
+from engine_client.ipc.wakeup import Wakeup
+from engine_client.messages import EngineCoreOutputs
+from engine_client.protocol.framing import Flag, Kind
+from engine_client.protocol.wire import PING, Frame, decode_abort, decode_add, decode_text, decode_utility
+
+__all__ = ["BusyLoop", "LoopState"]
+
+_IDLE_YIELD: Final = 0.001
+"""Seconds to wait when a step had work and ran nothing, so that a waiting executor does not spin."""
+
+_FLUSH_TIMEOUT: Final = 2.0
+"""Seconds for the last words to leave at the end."""
+
+
+class LoopState(enum.Enum):
+    """Where the loop stands; it only moves downwards."""
+
+    RUNNING = "running"
+    REQUESTED = "shutdown requested"
+    DRAINING = "draining"
+    ENDED = "ended"
+
+
+class BusyLoop:
+    """Drives one engine for a list of front-ends.
+
+    Args:
+        engine: what is driven.
+        front_ends: by client index; owned by the caller until ``run``, by the loop afterwards.
+        status: the engine's status page.
+        shutdown_timeout: seconds that requests in flight may take to finish at shutdown; 0 aborts them.
+        backlog_limit: bytes that may wait for a front-end that does not read before it is cut off.
+        ensure_main: runs the client's main module in this process, for payloads that name its objects.
+    """
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        front_ends: list[FrontEnd],
+        status: StatusWriter,
+        *,
+        shutdown_timeout: float = 0,
+        backlog_limit: int = 64 * 1024 * 1024,
+        ensure_main: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.state = LoopState.RUNNING
+        self.reason = ""
+        self._engine = engine
+        self._front_ends = front_ends
+        self._status = status
+        self._shutdown_timeout = shutdown_timeout
+        self._backlog_limit = backlog_limit
+        self._ensure_main = ensure_main
+        self._utilities: Mapping[str, Callable[..., Any]] = {PING: lambda: None, **engine.utilities()}
+        self._wakeup = Wakeup()
+        self._answers: deque[tuple[FrontEnd, int, Future[Any]]] = deque()
+        self._deferred: dict[tuple[int, int], tuple[FrontEnd, Future[Any]]] = {}
+        self._drain = Deadline(None)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wakeup.fileno(), selectors.EVENT_READ)
+        for front_end in front_ends:
+            self._selector.register(front_end.channel.fileno(), selectors.EVENT_READ)
+
+    def __repr__(self) -> str:
+        return f"<BusyLoop {self.state.value} front_ends={len(self._front_ends)}>"
+
+    def request_shutdown(self, reason: str) -> None:
+        """Ask the loop to end, from any thread or signal handler: abort or drain, then leave."""
+        if self.state is LoopState.RUNNING:
+            self.reason = reason
+            self.state = LoopState.REQUESTED
+        self._wakeup.wakeup()
+
+    def run(self) -> str:
+        """Run until shutdown is requested and carried out.
+
+        Returns:
+            Why it ended.
+
+        Raises:
+            BaseException: whatever a step raised; the engine is not usable afterwards.
+        """
+        try:
+            while self._handle_shutdown():
+                if self._engine.has_work():
+                    self._step()
+                else:
+                    self._wait()
+                self._read()
+            self._finish()
+        finally:
+            self.state = LoopState.ENDED
+            self._selector.close()
+            self._wakeup.close()
+        return self.reason
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        """Block until a front-end, a signal or an answer has something to say."""
+        self._status.idle(*self._engine.counts())
+        for front_end in self._front_ends:
+            self._watch(front_end)
+        self._selector.select(self._drain.remaining())
+        self._wakeup.clear()
+
+    def _watch(self, front_end: FrontEnd) -> None:
+        fd = front_end.channel.fileno()
+        if fd >= 0 and not front_end.gone:
+            mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if front_end.channel.wants_write else 0)
+            if self._selector.get_key(fd).events != mask:
+                self._selector.modify(fd, mask)
+
+    def _read(self) -> None:
+        """Take what has arrived at every front-end, and send the answers that became ready."""
+        for front_end in self._front_ends:
+            if front_end.gone:
+                continue
+            front_end.receive()
+            for frame in front_end.take_received():
+                self._dispatch(front_end, frame)
+            front_end.flush()
+            if front_end.channel.ended or front_end.channel.backlog > self._backlog_limit:
+                self._drop(front_end)
+        self._send_outputs(self._engine.take_outputs())
+        while self._answers:
+            self._answer(*self._answers.popleft())
+
+    def _read_aborts(self) -> None:
+        """Apply aborts that came during a step, before its outputs go out.
+
+        Everything stays in order for ``_read``: a request that reuses an aborted id must not be registered before the
+        outputs of the aborted one are matched with the keys.
+        """
+        for front_end in self._front_ends:
+            if not front_end.gone:
+                for frame in front_end.receive():
+                    if frame.kind == Kind.ABORT:
+                        self._engine.abort_requests(front_end.abort(decode_abort(frame)))
+
+    def _drop(self, front_end: FrontEnd) -> None:
+        """Let go of a front-end that left or does not read; the engine ends with its last one."""
+        self._selector.unregister(front_end.channel.fileno())
+        self._engine.abort_requests(front_end.leave())
+        if all(other.gone for other in self._front_ends):
+            self.request_shutdown("its client has gone")
+
+    def _dispatch(self, front_end: FrontEnd, frame: Frame) -> None:
+        if frame.kind == Kind.ADD:
+            self._add(front_end, frame)
+        elif frame.kind == Kind.ABORT:
+            self._engine.abort_requests(front_end.abort(decode_abort(frame)))
+        elif frame.kind == Kind.UTILITY:
+            self._call(front_end, frame)
+        elif frame.kind == Kind.SHUTDOWN:
+            self.request_shutdown(str(decode_text(frame)))
+        else:
+            front_end.log.warning("a %s message is not for an engine; ignored", Kind(frame.kind).name)
+
+    def _add(self, front_end: FrontEnd, frame: Frame) -> None:
+        key = frame.ref
+        if self.state is not LoopState.RUNNING:
+            front_end.send_rejected(key)
+            return
+        try:
+            if frame.flags & Flag.NEEDS_MAIN:
+                self._ensure_main()
+            message = decode_add(frame)
+            message.client_index = front_end.index
+            front_end.register(key, message.request_id)
+        except Exception as error:  # noqa: BLE001  # the boundary of one request: it ends, nothing else does
+            front_end.send_error(key, error)
+            return
+        try:
+            request, wave = self._engine.preprocess_add_request(message)
+            self._engine.add_request(request, wave)
+        except Exception as error:  # noqa: BLE001  # as above
+            front_end.forget(message.request_id)
+            front_end.send_error(key, error)
+
+    # -- utilities -----------------------------------------------------------------------------------------------------
+
+    def _call(self, front_end: FrontEnd, frame: Frame) -> None:
+        """Run a utility; SystemExit and its like pass through and end the loop."""
+        call_id = frame.ref
+        if self.state is not LoopState.RUNNING:
+            front_end.send_failure(call_id, RuntimeError("Server shutting down"))
+            return
+        try:
+            if frame.flags & Flag.NEEDS_MAIN:
+                self._ensure_main()
+            method, args = decode_utility(frame)
+            result = self._utility(method)(*args)
+        except Exception as error:  # noqa: BLE001  # the boundary of one call: its caller gets the error
+            front_end.send_failure(call_id, error)
+            return
+        self._send_outputs(self._engine.take_outputs())
+        if isinstance(result, Future):
+            self._deferred[front_end.index, call_id] = front_end, result
+            result.add_done_callback(partial(self._on_done, front_end, call_id))
+        else:
+            front_end.send_result(call_id, result)
+
+    def _utility(self, method: str) -> Callable[..., Any]:
+        utility = self._utilities.get(method)
+        if utility is None:
+            raise AttributeError(f"the engine has no utility {method!r}; it has: {', '.join(sorted(self._utilities))}")
+        return utility
+
+    def _on_done(self, front_end: FrontEnd, call_id: int, future: Future[Any]) -> None:
+        """Note that a deferred utility is done; on whichever thread finished it."""
+        self._answers.append((front_end, call_id, future))
+        self._wakeup.wakeup()
+
+    def _answer(self, front_end: FrontEnd, call_id: int, future: Future[Any]) -> None:
+        if self._deferred.pop((front_end.index, call_id), None) is None or front_end.gone:
+            return
+        self._send_outputs(self._engine.take_outputs())
+        if future.cancelled():
+            front_end.send_failure(call_id, RuntimeError("the engine cancelled this call"))
+            return
+        error = future.exception()
+        if error is None:
+            front_end.send_result(call_id, future.result())
+        else:
+            front_end.send_failure(call_id, error)
+
+    # -- stepping ------------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        self._status.step_begin()
+        outputs, executed = self._engine.step_fn()
+        self._status.step_end(*self._engine.counts())
+        self._engine.post_step(executed)
+        self._read_aborts()
+        if outputs:
+            self._send_outputs(outputs)
+        if not executed and not outputs and self._engine.has_work():
+            time.sleep(_IDLE_YIELD)
+
+    def _send_outputs(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
+        for index, batch in outputs.items():
+            self._engine.abort_requests(self._front_ends[index].send_outputs(batch))
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _handle_shutdown(self) -> bool:
+        """Move towards the end if it was asked for; return whether to go on."""
+        if self.state is LoopState.RUNNING:
+            return True
+        if self.state is LoopState.REQUESTED:
+            self.state = LoopState.DRAINING
+            self._status.draining()
+            self._drain = Deadline(self._shutdown_timeout)
+        if self._drain.expired():
+            self._engine.abort_all()
+        return self._engine.has_work()
+
+    def _finish(self) -> None:
+        """Abort what could not run on, fail what is deferred, and let the last words leave."""
+        self._engine.abort_all()
+        self._send_outputs(self._engine.take_outputs())
+        while self._answers:
+            self._answer(*self._answers.popleft())
+        for (_, call_id), (front_end, _) in list(self._deferred.items()):
+            front_end.send_failure(call_id, RuntimeError("Server shutting down"))
+        self._deferred.clear()
+        deadline = Deadline(_FLUSH_TIMEOUT)
+        for front_end in self._front_ends:
+            front_end.say_goodbye(self.reason, deadline)

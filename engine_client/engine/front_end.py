@@ -1,0 +1,200 @@
+"""One front-end as its engine sees it: a channel, and the keys of the requests that it has in flight.
+
+The front-end names its requests by integers; the engine core knows them by id.  This table translates, and is the one
+place where an output or a reply that cannot be pickled becomes an error of the request or call that it belongs to.
+
+Invariants: I2 (a call is answered once: with its result, or with why the result cannot be sent).
+
+Threads: the busy loop's thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+from contextlib import suppress
+from typing import Any
+
+from engine_client.deadline import Deadline
+from engine_client.errors import SerializationError
+from engine_client.ipc.channel import Channel
+from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from engine_client.protocol.batch import encode_outputs
+from engine_client.protocol.framing import Kind
+from engine_client.protocol.wire import Frame, encode_dead, encode_reply, encode_text
+
+__all__ = ["FrontEnd"]
+
+
+class FrontEnd:
+    """Owns its channel; ``leave`` closes it.
+
+    Args:
+        index: client index.
+        channel: to the front-end.
+        rank: of this engine, stamped on every batch.
+    """
+
+    def __init__(self, index: int, channel: Channel, rank: int = 0) -> None:
+        self.index = index
+        self.channel = channel
+        self.rank = rank
+        self.gone = False
+        self.log = logging.getLogger("engine_client.engine")
+        self._keys: dict[str, int] = {}
+        self._ids: dict[int, str] = {}
+        self._aborted: set[str] = set()  # ids whose outputs of the current step are dropped in silence
+        self._received: list[Frame] = []
+
+    def __repr__(self) -> str:
+        state = "gone" if self.gone else "connected"
+        return f"<FrontEnd {self.index} {state} rank={self.rank} in_flight={len(self._keys)}>"
+
+    # -- the table -----------------------------------------------------------------------------------------------------
+
+    def receive(self) -> list[Frame]:
+        """Read what has arrived; return those frames, which ``take_received`` returns again."""
+        frames = self.channel.receive()
+        self._received += frames
+        return frames
+
+    def take_received(self) -> list[Frame]:
+        """Return, once, all frames received since the last call; from then on aborted ids are strange again."""
+        frames, self._received = self._received, []
+        self._aborted.clear()
+        return frames
+
+    def register(self, key: int, request_id: str) -> None:
+        """Note that ``key`` means ``request_id``.
+
+        Raises:
+            ValueError: a request of this id is in flight.
+        """
+        if request_id in self._keys:
+            raise ValueError(f"request {request_id!r} is already running")
+        self._keys[request_id] = key
+        self._ids[key] = request_id
+
+    def forget(self, request_id: str) -> None:
+        """Note that a request is over; unknown ids are ignored."""
+        key = self._keys.pop(request_id, None)
+        if key is not None:
+            del self._ids[key]
+
+    def abort(self, keys: list[int]) -> list[str]:
+        """Forget the requests of these keys and return their ids; unknown keys are ignored."""
+        request_ids = [request_id for key in keys if (request_id := self._ids.get(key)) is not None]
+        for request_id in request_ids:
+            self.forget(request_id)
+        self._aborted.update(request_ids)
+        return request_ids
+
+    def leave(self) -> list[str]:
+        """Close the channel; return the ids of the requests that nobody waits for any more."""
+        self.gone = True
+        request_ids = list(self._keys)
+        self._keys.clear()
+        self._ids.clear()
+        self.channel.close()
+        return request_ids
+
+    # -- sending -------------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Write what waits and fits."""
+        with suppress(BrokenPipeError):  # the end of the stream, which the loop reads next, says the same
+            self.channel.flush()
+
+    def send_outputs(self, outputs: EngineCoreOutputs) -> list[str]:
+        """Send a step's outputs; return the ids of requests that had to be ended because theirs cannot be sent."""
+        outputs.engine_index = self.rank
+        try:
+            frame, finished = encode_outputs(outputs, self._keys, self._aborted)
+        except Exception as error:  # noqa: BLE001  # an output's value: find whose it is, and fail only that request
+            return self._send_singly(outputs, error)
+        if frame is not None:
+            self._send(frame)
+        for request_id in finished:
+            self.forget(request_id)
+        return []
+
+    def _send_singly(self, outputs: EngineCoreOutputs, error: Exception) -> list[str]:
+        """Send each output as a batch of its own; those that cannot be encoded end with reason ERROR."""
+        failed: list[str] = []
+        for output in outputs.outputs:
+            try:
+                frame, finished = encode_outputs(EngineCoreOutputs(self.rank, [output]), self._keys, self._aborted)
+            except Exception as fault:  # noqa: BLE001  # as above
+                failed.append(output.request_id)
+                self._send_last(output.request_id, FinishReason.ERROR, _unsendable("an output", fault))
+                continue
+            if frame is not None:
+                self._send(frame)
+            for request_id in finished:
+                self.forget(request_id)
+        if not failed:
+            self.log.warning("the statistics of a step cannot be sent: %r", error)
+        return failed
+
+    def _send_last(self, request_id: str, reason: FinishReason, stop_reason: str | None) -> None:
+        output = EngineCoreOutput(request_id, [], finish_reason=reason, stop_reason=stop_reason)
+        frame, _ = encode_outputs(EngineCoreOutputs(self.rank, [output]), self._keys)
+        if frame is not None:
+            self._send(frame)
+        self.forget(request_id)
+
+    def _send_unregistered(self, key: int, reason: FinishReason, stop_reason: str | None) -> None:
+        output = EngineCoreOutput("", [], finish_reason=reason, stop_reason=stop_reason)
+        frame, _ = encode_outputs(EngineCoreOutputs(self.rank, [output]), {"": key})
+        assert frame is not None  # one row, always
+        self._send(frame)
+
+    def send_rejected(self, key: int) -> None:
+        """End a request that arrived during shutdown, with reason ABORT."""
+        self._send_unregistered(key, FinishReason.ABORT, None)
+
+    def send_error(self, key: int, error: BaseException) -> None:
+        """End a request that never reached the scheduler, with reason ERROR and the error's text."""
+        self.log.warning("a request was refused: %s: %s", type(error).__name__, error)
+        self._send_unregistered(key, FinishReason.ERROR, f"{type(error).__name__}: {error}")
+
+    def send_result(self, call_id: int, result: Any) -> None:
+        """Answer a call; a result that cannot be pickled becomes that call's error."""
+        try:
+            frame = encode_reply(call_id, result)
+        except Exception as error:  # noqa: BLE001  # the result's own code ran; its caller gets what it raised
+            fault = SerializationError(_unsendable("the result", error))
+            fault.__cause__ = error
+            self.send_failure(call_id, fault)
+            return
+        self._send(frame)
+
+    def send_failure(self, call_id: int, error: BaseException) -> None:
+        """Answer a call with the exception that ended it."""
+        self._send(encode_reply(call_id, error=error))
+
+    def send_dead(self, error: BaseException, phase: str, deadline: Deadline) -> None:
+        """Say ENGINE_CORE_DEAD with the cause, and wait until it has left."""
+        self._send(encode_dead(error, phase))
+        self._drain(deadline)
+
+    def say_goodbye(self, reason: str, deadline: Deadline) -> None:
+        """Say that the engine ends in order, and wait until everything has left."""
+        if not self.gone:
+            self._send(encode_text(Kind.GOODBYE, reason))
+            self._drain(deadline)
+
+    def _send(self, frame: Frame) -> None:
+        if not self.gone:
+            with suppress(BrokenPipeError):  # the end of the stream, which the loop reads next, says the same
+                self.channel.send(frame)
+
+    def _drain(self, deadline: Deadline) -> None:
+        """Wait, within the deadline, until nothing is left to write."""
+        with suppress(BrokenPipeError):  # nobody is left to read it
+            while not self.channel.flush() and not deadline.expired():
+                select.select([], [self.channel.fileno()], [], deadline.capped(0.1))
+
+
+def _unsendable(what: str, error: BaseException) -> str:
+    return f"{what} cannot be sent to the client: {type(error).__name__}: {error}"

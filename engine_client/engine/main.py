@@ -1,0 +1,203 @@
+"""The engine process from its first line to its last: handshake, engine, busy loop, last words.
+
+::
+
+    HELLO ─▶ … INIT ─▶ sys.path, argv ─▶ build (STATUS …) ─▶ READY ─▶ BusyLoop.run ─▶ GOODBYE ─▶ shutdown
+                            └─ exception: FAILED                 └─ exception: DEAD
+
+Invariants: I10 (an exception anywhere is told to the client before the process ends).
+
+Threads: ``run_engine`` is the main thread of its process.  The watcher of ``lifeline`` is the only other one of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from importlib import import_module
+from typing import Any, Final
+
+from engine_client.deadline import Deadline
+from engine_client.engine import lifeline
+from engine_client.engine.busy_loop import BusyLoop
+from engine_client.engine.front_end import FrontEnd
+from engine_client.engine.log_ring import LogRing
+from engine_client.errors import RemoteProtocolError
+from engine_client.interfaces import EngineContext, EngineCore
+from engine_client.ipc.arena import ArenaReader, ArenaWriter
+from engine_client.ipc.channel import Channel
+from engine_client.ipc.launcher import EngineFds
+from engine_client.ipc.status_page import EngineState, StatusWriter
+from engine_client.ipc.user_main import ensure_main
+from engine_client.protocol.codec import loads
+from engine_client.protocol.framing import Kind
+from engine_client.protocol.wire import (
+    Frame,
+    Init,
+    decode_init,
+    encode_failed,
+    encode_hello,
+    encode_ready,
+    encode_status,
+)
+
+__all__ = ["build_engine", "run_engine"]
+
+_LAST_WORDS_TIMEOUT: Final = 1.0
+"""Seconds for the cause of a death to leave; the client waits about as long for the process to end."""
+
+
+def build_engine(vllm_config: Any, executor_class: Callable[..., Any], log_stats: bool, context: EngineContext) -> EngineCore:
+    """Build this library's own engine core; the default ``ClientOptions.engine_target``."""
+    from engine_client.engine.core import EngineCore as OwnEngineCore  # noqa: PLC0415  # another target never loads it
+    from engine_client.engine.executor import progress_to  # noqa: PLC0415  # as above
+
+    with progress_to(context.progress):
+        return OwnEngineCore(vllm_config, executor_class, log_stats)
+
+
+def run_engine(fds: EngineFds, launcher_pid: int) -> None:
+    """Be an engine process: the entry point that the launcher calls.
+
+    Args:
+        fds: the descriptors that the launcher handed over; owned by this call.
+        launcher_pid: whose end is this process's end too.
+
+    Raises:
+        SystemExit: always; the exit code says whether the end was in order.
+    """
+    lifeline.arm(fds.lifeline, launcher_pid)
+    _enable_fault_reports(fds.faults)
+    status = StatusWriter(fds.page)
+    channel = Channel(fds.channel, name="client")
+    with ExitStack() as stack:
+        stack.callback(status.close)
+        stack.callback(channel.close)
+        sys.exit(_Engine(channel, status, fds).run())
+
+
+def _enable_fault_reports(fd: int) -> None:
+    """Write the Python stacks into memory that the launcher holds, on a native crash and on SIGUSR2."""
+    import faulthandler  # noqa: PLC0415  # only an engine process needs it
+
+    faulthandler.enable(fd, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, fd, all_threads=True, chain=False)
+
+
+class _Engine:
+    """The phases of one engine process, in order."""
+
+    def __init__(self, channel: Channel, status: StatusWriter, fds: EngineFds) -> None:
+        self.channel = channel
+        self.status = status
+        self.fds = fds
+        self.phase = "handshake"
+        self.loop: BusyLoop | None = None
+        self.stop_signal = ""
+
+    def run(self) -> int:
+        """Live from HELLO to the end; return the exit code."""
+        self.channel.send(encode_hello(os.getpid()))
+        self.status.set_state(EngineState.HELLO)
+        try:
+            init = self._wait_for_init()
+            self.status.set_state(EngineState.INIT)
+            front_end, engine, timeout = self._start(init)
+        except EOFError:
+            return 0  # the client left before it said anything
+        except BaseException as error:  # noqa: BLE001  # I10: whatever ends the start is the client's to know
+            self._say(encode_failed(error, self.phase))
+            return 1
+        return self._serve(init, front_end, engine, timeout)
+
+    def _wait_for_init(self) -> Init:
+        """Block until INIT is here; the lifeline and the client's end interrupt it."""
+        while True:
+            for frame in self.channel.receive():
+                if frame.kind != Kind.INIT:
+                    raise RemoteProtocolError(f"expected INIT, got {Kind(frame.kind).name}")
+                return decode_init(frame)
+            if self.channel.ended:
+                raise EOFError
+            select.select([self.channel.fileno()], [], [])
+
+    def _start(self, init: Init) -> tuple[FrontEnd, EngineCore, float]:
+        """Become the engine that INIT describes."""
+        sys.path[:] = init.sys_path
+        sys.argv[:] = init.argv
+        ring = LogRing(self.status)
+        ring.install()
+        options = init.options
+        self.channel.connect_memory(
+            writer=ArenaWriter(self.fds.arena_out, limit=options["arena_limit"]),
+            reader=ArenaReader(self.fds.arena_in, party=init.rank),
+            threshold=options["arena_threshold"],
+        )
+        front_end = FrontEnd(0, self.channel, init.rank)
+        self.phase = "loading the configuration"
+        if init.payload.needs_main:
+            ensure_main(init.main)
+        vllm_config, executor_class, log_stats = loads(init.payload.header, init.payload.buffers)
+        self.phase = "building the engine"
+        module, _, function = init.target.partition(":")
+        build = getattr(import_module(module), function)
+        context = EngineContext(init.rank, self._progress, options)
+        engine: EngineCore = build(vllm_config, executor_class, log_stats, context)
+        return front_end, engine, float(getattr(vllm_config, "shutdown_timeout", 0) or 0)
+
+    def _progress(self, phase: str, done: int, total: int) -> None:
+        self.phase = phase
+        self._say(encode_status(phase, done, total), wait=False)
+
+    def _serve(self, init: Init, front_end: FrontEnd, engine: EngineCore, timeout: float) -> int:
+        """Say READY, run the loop, end; the engine is shut down whatever happens."""
+        try:
+            self.loop = BusyLoop(
+                engine,
+                [front_end],
+                self.status,
+                shutdown_timeout=timeout,
+                backlog_limit=init.options["backlog_limit"],
+                ensure_main=lambda: ensure_main(init.main),
+            )
+            self._handle_signals()
+            self.phase = "serving"
+            self.status.set_state(EngineState.READY)
+            self._say(encode_ready(init.token, engine.ready_response()))
+            self.loop.run()
+            self.status.set_state(EngineState.ENDED)
+            self.phase = "shutting down"
+            engine.shutdown()
+        except BaseException as error:  # noqa: BLE001  # I10: whatever ends the engine is the client's to know
+            front_end.send_dead(error, self.phase, Deadline(_LAST_WORDS_TIMEOUT))
+            self._shutdown_quietly(engine)
+            return 1
+        return 0
+
+    def _shutdown_quietly(self, engine: EngineCore) -> None:
+        if self.phase == "shutting down":
+            return
+        with suppress(Exception):  # the engine is broken already, and its cause is on its way
+            engine.shutdown()
+
+    def _handle_signals(self) -> None:
+        """Make SIGTERM and SIGINT ask the loop to end; nothing else happens inside the handler."""
+
+        def handler(number: int, frame: object) -> None:
+            if self.loop is not None:
+                self.loop.request_shutdown(signal.Signals(number).name)
+
+        signal.signal(signal.SIGTERM, handler)
+        signal.signal(signal.SIGINT, handler)
+
+    def _say(self, frame: Frame, *, wait: bool = True) -> None:
+        """Send a frame; wait until it has left, within a bound, where the process may end right after."""
+        with suppress(BrokenPipeError):  # nobody is left to be told
+            self.channel.send(frame)
+            deadline = Deadline(_LAST_WORDS_TIMEOUT)
+            while wait and not self.channel.flush() and not deadline.expired():
+                select.select([], [self.channel.fileno()], [], deadline.capped(0.1))

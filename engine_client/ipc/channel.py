@@ -1,0 +1,313 @@
+"""One duplex pipe to the other side: whole frames in, whole frames out, never blocking.
+
+::
+
+    send(frame) ─▶ big buffers ─▶ ArenaWriter ─▶ offsets ┐
+                   the rest ───────────────────────────┬─┴▶ os.writev ─▶ backlog (what did not fit) ─▶ flush()
+    receive() ◀── FrameReader ◀── os.readv             ArenaReader ◀── offsets
+
+The descriptor is one end of ``multiprocessing.Pipe(duplex=True)`` (a socket pair), non-blocking, and used with
+``os.readv`` and ``os.writev`` only: ``Connection.send`` would raise in mid-frame.
+
+Invariants: I1 (bytes reach the pipe only here, under the lock), I4 (broken and closed are sticky), I9 (what does not
+fit at once is copied, so that the caller's memory is free when ``send`` returns), I12 (a fault in mid-frame breaks the
+channel for good).
+
+Threads: ``send`` and ``flush`` from any thread; ``receive`` from one thread at a time.  The lock is held for
+non-blocking system calls only; it is re-entrant, because a signal handler or a finalizer may send on a thread that is
+inside ``send``: then the inner frame only joins the backlog, and the outer call writes it.  Signals: an exception raised by a signal handler between two bytecodes never loses the
+count of bytes written, because the count is derived from a list that ``list.extend`` fills in one C call.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from engine_client.errors import RemoteProtocolError
+from engine_client.interfaces import Buffer
+from engine_client.ipc.arena import ArenaReader, ArenaWriter
+from engine_client.protocol.framing import FrameReader, RawFrame, Segment, pack_prefix
+from engine_client.protocol.wire import Frame
+
+__all__ = ["Channel"]
+
+_JOIN_BELOW: Final = 16 * 1024
+"""A header this small is joined with the prefix: one copy is cheaper than one more entry in the system call."""
+
+_MOST_VECTORS: Final = 1024
+"""``IOV_MAX`` on Linux and macOS."""
+
+_MOST_READS: Final = 64
+"""Reads in one ``receive``, so that one busy peer does not keep its reader from the others."""
+
+
+class _Outgoing:
+    """A frame that is being written: its parts, and the counts of the writes that succeeded."""
+
+    __slots__ = ("parts", "size", "written")
+
+    def __init__(self, parts: list[Buffer]) -> None:
+        self.parts = parts
+        self.size = sum(len(part) for part in parts)
+        self.written: list[int] = []
+
+    def remaining(self) -> list[Buffer]:
+        """Return the parts that are not written yet, the first one cut to what is left of it."""
+        done = sum(self.written)
+        if not done:
+            return self.parts
+        for index, part in enumerate(self.parts):
+            if done < len(part):
+                return [memoryview(part)[done:], *self.parts[index + 1 :]]
+            done -= len(part)
+        return []
+
+    def owned(self) -> _Outgoing:
+        """Return what is left as a copy, so that nobody else's memory is referred to."""
+        return _Outgoing([bytes(part) for part in self.remaining()])
+
+
+class Channel:
+    """One end of a duplex pipe; owns its descriptor and closes it.
+
+    Args:
+        fd: the descriptor, at least 3; made non-blocking here.
+        name: for messages, such as ``"engine 0"``.
+        writer, reader: shared memory of the two directions; None sends everything through the pipe.
+        threshold: buffers of this many bytes and more go through shared memory.
+        party: which reader of the writer's memory the other side is.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        *,
+        name: str,
+        writer: ArenaWriter | None = None,
+        reader: ArenaReader | None = None,
+        threshold: int = 64 * 1024,
+        party: int = 0,
+    ) -> None:
+        os.set_blocking(fd, False)
+        self.name = name
+        self.ended = False  # the other side will send no more
+        self.fault: BaseException | None = None  # why the stream cannot be read on
+        self.received = 0  # bytes read so far
+        self.in_memory = 0  # buffers that went through shared memory
+        self.in_pipe = 0  # buffers that were big enough for it and went through the pipe
+        self._fd = fd
+        self._writer = writer
+        self._arena_reader = reader
+        self._threshold = threshold
+        self._party = party
+        # -- reading thread only --
+        self._reader = FrameReader()
+        # -- guarded by _lock --
+        self._lock = threading.RLock()
+        self._flushing = False
+        self._backlog: deque[_Outgoing] = deque()
+        self._broken: BaseException | None = None
+
+    def __repr__(self) -> str:
+        state = "closed" if self._fd < 0 else "broken" if self._broken else "ended" if self.ended else "open"
+        return f"<Channel {self.name} {state} backlog={self.backlog}>"
+
+    def connect_memory(self, *, writer: ArenaWriter, reader: ArenaReader, threshold: int) -> None:
+        """Use shared memory from now on; called before any other thread knows the channel."""
+        self._writer = writer
+        self._arena_reader = reader
+        self._threshold = threshold
+
+    def fileno(self) -> int:
+        """Return the descriptor, or -1 when closed."""
+        return self._fd
+
+    @property
+    def backlog(self) -> int:
+        """Return how many bytes wait to be written."""
+        return sum(frame.size - sum(frame.written) for frame in list(self._backlog))
+
+    @property
+    def wants_write(self) -> bool:
+        """Tell whether ``flush`` has anything to write."""
+        return bool(self._backlog)
+
+    def send(self, frame: Frame) -> bool:
+        """Send a frame: write what fits now and keep the rest for ``flush``.
+
+        The frame's buffers may be changed as soon as this returns.
+
+        Returns:
+            Whether everything was written; if not, somebody must ``flush`` when the descriptor is writable.
+
+        Raises:
+            BrokenPipeError: the other side is gone, or the channel is closed; nothing will be sent any more.
+        """
+        segments: list[Segment] = []
+        header = frame.header
+        try:
+            inline = self._place(frame.buffers, segments) if frame.buffers else []
+            prefix = pack_prefix(frame.kind, frame.flags, frame.ref, len(header), segments)
+            parts: list[Buffer] = [prefix + header] if len(header) < _JOIN_BELOW else [prefix, header]
+            outgoing = _Outgoing(parts + inline if inline else parts)
+        except BaseException:
+            self._cancel(segments)
+            raise
+        with self._lock:
+            try:
+                self._check_locked()
+            except BrokenPipeError:
+                self._cancel(segments)
+                raise
+            self._backlog.append(outgoing)  # from here on the frame goes out whole, whatever interrupts this thread
+            try:
+                return self._flush_locked()
+            finally:
+                if self._backlog and self._backlog[-1] is outgoing:
+                    self._backlog[-1] = outgoing.owned()
+
+    def _place(self, buffers: Sequence[memoryview], segments: list[Segment]) -> list[Buffer]:
+        """Copy big buffers into shared memory; fill ``segments``, return those that stay in the pipe."""
+        inline: list[Buffer] = []
+        for view in buffers:
+            segment = None
+            if view.nbytes >= self._threshold and self._writer is not None:
+                segment = self._writer.segment_of(view, self._party) or self._writer.put(view, self._party)
+                if segment is None:
+                    self.in_pipe += 1
+                else:
+                    self.in_memory += 1
+            if segment is None:
+                segment = Segment(view.nbytes, -1, 0)
+                if view.nbytes:
+                    inline.append(view)
+            segments.append(segment)
+        return inline
+
+    def _cancel(self, segments: list[Segment]) -> None:
+        for segment in segments:
+            if segment.offset >= 0 and self._writer is not None:
+                self._writer.cancel(segment)
+
+    def flush(self) -> bool:
+        """Write what waits and fits; return whether nothing is left.
+
+        Raises:
+            BrokenPipeError: the other side is gone, or the channel is closed.
+        """
+        with self._lock:
+            self._check_locked()
+            return self._flush_locked()
+
+    def _check_locked(self) -> None:
+        """Raise if nothing can be sent.  Requires ``_lock``."""
+        if self._broken is not None:
+            raise BrokenPipeError(f"{self.name}: {self._broken}") from self._broken
+        if self._fd < 0:
+            raise BrokenPipeError(f"{self.name}: the channel is closed")
+
+    def _flush_locked(self) -> bool:
+        """Write until the pipe is full or nothing is left.  Requires ``_lock``."""
+        if self._flushing:
+            return False  # re-entered on this thread: the outer call goes on with the backlog
+        self._flushing = True
+        try:
+            while self._backlog:
+                if not self._write_locked(self._backlog[0]):
+                    return False
+            return True
+        finally:
+            self._flushing = False
+
+    def _write_locked(self, outgoing: _Outgoing) -> bool:
+        """Make one write of the first frame; return False when the pipe is full.  Requires ``_lock``."""
+        parts = outgoing.remaining()
+        if parts:
+            try:
+                # One C call makes the system call and keeps its count: a signal cannot come between the two.
+                outgoing.written.extend(map(os.writev, (self._fd,), (parts[:_MOST_VECTORS],)))
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                self._broken = error
+                self._backlog.clear()
+                raise BrokenPipeError(f"{self.name}: {error}") from error
+        if self._backlog and sum(outgoing.written) >= outgoing.size:
+            self._backlog.popleft()
+        return True
+
+    def receive(self) -> list[Frame]:
+        """Return the frames that have arrived, without waiting.
+
+        Sets ``ended`` at the end of the stream, and ``fault`` when the other side broke the rules or ended inside a
+        frame; a channel with a fault is broken.
+        """
+        frames: list[Frame] = []
+        for _ in range(_MOST_READS):
+            try:
+                room = self._reader.buffer()
+                size = len(room)  # the view is released when the reader advances
+                count = os.readv(self._fd, [room])
+                if not count:
+                    self._reader.end()
+                    self.ended = True
+                    break
+                self.received += count
+                frames += map(self._resolve, self._reader.advance(count))
+            except BlockingIOError:
+                break
+            except OSError:  # ECONNRESET: the peer closed with bytes of ours unread; what it had sent came first
+                self.ended = True
+                break
+            except (RemoteProtocolError, MemoryError) as error:
+                self._break(error)
+                break
+            if count < size:
+                break
+        return frames
+
+    def _break(self, fault: BaseException) -> None:
+        self.ended = True
+        self.fault = fault
+        with self._lock:
+            self._broken = self._broken or fault
+
+    def _resolve(self, raw: RawFrame) -> Frame:
+        """Turn offsets into views; all leases of a frame are taken, or none is kept."""
+        if not raw.segments:
+            return Frame(raw.kind, raw.flags, raw.ref, raw.header)
+        inline = iter(raw.inline)
+        buffers: list[memoryview] = []
+        try:
+            for segment in raw.segments:
+                buffers.append(next(inline) if segment.offset < 0 else self._lease(segment))
+        except (RemoteProtocolError, OSError, MemoryError) as error:
+            if self._arena_reader is not None:
+                for segment in raw.segments[len(buffers) :]:
+                    self._arena_reader.discard(segment)
+            buffers.clear()
+            return Frame(raw.kind, raw.flags, raw.ref, raw.header, (), error)
+        return Frame(raw.kind, raw.flags, raw.ref, raw.header, buffers)
+
+    def _lease(self, segment: Segment) -> memoryview:
+        if self._arena_reader is None:
+            raise RemoteProtocolError(f"{self.name}: a buffer in shared memory, but there is none")
+        return self._arena_reader.lease(segment)
+
+    def close(self) -> None:
+        """Close the descriptor; idempotent.  Views of received buffers stay readable."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+            self._backlog.clear()
+        if fd >= 0:
+            os.close(fd)
+
+    def close_after_fork(self) -> None:
+        """Close a forked child's copy of the descriptor, without the lock, which another thread may have held."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)

@@ -1,0 +1,226 @@
+"""The client's one background thread: reads every channel, watches every process, flushes what waits.
+
+::
+
+    channels ──┐                       ┌─▶ handler.on_frames(rank, frames)
+    sentinels ─┼─▶ selector ─ thread ──┼─▶ handler.on_end(rank, error)      after the last frame
+    wakeup ────┘                       ├─▶ handler.on_exit(rank)            after the pipe was read to its end
+                                       └─▶ handler.on_drained(rank)         a backlog was flushed
+
+Order: data wins over the end of the stream, and that over the process's end (invariant I3), so outputs that an engine
+sent before it crashed are delivered before its death is.
+
+Invariants: I1 (the one reader of its channels), I3, I10 (whatever ends this thread is reported to the handler).
+
+Threads: ``ReaderThread`` owns its thread.  ``add``, ``wakeup``, ``set_deadline`` and ``stop`` may be called from any
+thread; the handler is called on the reader's.  An idle thread blocks without a timeout.
+"""
+
+from __future__ import annotations
+
+import selectors
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+from engine_client.deadline import Deadline
+from engine_client.ipc.channel import Channel
+from engine_client.ipc.wakeup import Wakeup
+from engine_client.protocol.wire import Frame
+
+__all__ = ["ReaderHandler", "ReaderThread"]
+
+
+class ReaderHandler(Protocol):
+    """Who is told what the reader sees.  Called on the reader's thread; exceptions end the reader (I10)."""
+
+    def on_frames(self, rank: int, frames: list[Frame]) -> None:
+        """Take frames that arrived, in order."""
+
+    def on_end(self, rank: int, error: BaseException | None) -> None:
+        """Note that no more frames will come; ``error`` when the stream was broken."""
+
+    def on_exit(self, rank: int) -> None:
+        """Note that the process has ended and its pipe is read to the end."""
+
+    def on_deadline(self, rank: int) -> None:
+        """Note that the deadline set for this rank has passed."""
+
+    def on_drained(self, rank: int) -> None:
+        """Note that everything that waited for this rank is written."""
+
+    def on_reader_failed(self, error: BaseException) -> None:
+        """Note that the thread ends because of ``error``."""
+
+
+class ReaderThread:
+    """Owns a thread, a selector and a wakeup; ends by ``stop``.
+
+    Args:
+        handler: told of everything; it must not reference the client, which is to be collectable while this runs.
+        name: of the thread.
+    """
+
+    def __init__(self, handler: ReaderHandler, name: str) -> None:
+        self._handler = handler
+        self._wakeup = Wakeup()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._stopping = False
+        self._requests: deque[Callable[[], None]] = deque()  # append and popleft are atomic by documentation
+        # -- reader thread only, once it runs --
+        self._selector = selectors.DefaultSelector()
+        self._channels: dict[int, Channel] = {}
+        self._sentinels: dict[int, int] = {}
+        self._deadlines: dict[int, Deadline] = {}
+        self._selector.register(self._wakeup.fileno(), selectors.EVENT_READ, ("wakeup", -1))
+
+    def __repr__(self) -> str:
+        state = "stopping" if self._stopping else "running" if self._thread.is_alive() else "not running"
+        return f"<ReaderThread {self._thread.name} {state} ranks={sorted(self._channels)}>"
+
+    # -- any thread ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def add(self, rank: int, channel: Channel, sentinel: int | None) -> None:
+        """Watch an engine's channel and, where the process is ours, its sentinel."""
+        self._ask(lambda: self._add(rank, channel, sentinel))
+
+    def remove(self, rank: int) -> None:
+        """Stop watching an engine."""
+        self._ask(lambda: self._forget(rank))
+
+    def set_deadline(self, rank: int, deadline: Deadline) -> None:
+        """Have ``on_deadline(rank)`` called unless the rank is removed before."""
+        self._ask(lambda: self._deadlines.setdefault(rank, deadline))
+
+    def wakeup(self) -> None:
+        """Make the thread look for backlogs to flush."""
+        self._wakeup.wakeup()
+
+    def is_alive(self) -> bool:
+        """Tell whether the thread runs."""
+        return self._thread.is_alive()
+
+    def is_current(self) -> bool:
+        """Tell whether the caller is the reader itself."""
+        return threading.current_thread() is self._thread
+
+    def stop(self, timeout: float) -> None:
+        """End the thread and release its descriptors; idempotent; does not wait when called by the thread itself.
+
+        It ends because it blocks in one place only, and the wakeup interrupts that.
+        """
+        self._stopping = True
+        self._wakeup.wakeup()
+        if self._thread.ident is None:
+            self._release()
+        elif not self.is_current():
+            self._thread.join(timeout)
+
+    def _ask(self, request: Callable[[], Any]) -> None:
+        self._requests.append(request)
+        self._wakeup.wakeup()
+
+    # -- the reader's thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._serve(self._wait())
+        except BaseException as error:  # noqa: BLE001  # I10: whatever ends this thread is reported, not printed
+            self._handler.on_reader_failed(error)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._selector.close()
+        self._wakeup.close()
+        self._channels.clear()
+
+    def _wait(self) -> list[tuple[selectors.SelectorKey, int]]:
+        self._want_writes()
+        timeout = min((d.remaining() or 0.0 for d in self._deadlines.values()), default=None)
+        return self._selector.select(timeout)
+
+    def _serve(self, events: list[tuple[selectors.SelectorKey, int]]) -> None:
+        """Serve one round: channels first, then sentinels, then deadlines."""
+        exits: list[int] = []
+        for key, mask in events:
+            what, rank = key.data
+            if what == "wakeup":
+                self._wakeup.clear()
+            elif what == "sentinel":
+                exits.append(rank)
+            elif rank in self._channels:
+                if mask & selectors.EVENT_WRITE:
+                    self._flush(rank)
+                if mask & selectors.EVENT_READ:
+                    self._read(rank)
+        while self._requests:
+            self._requests.popleft()()
+        for rank in exits:
+            self._exit(rank)
+        for rank in [rank for rank, deadline in self._deadlines.items() if deadline.expired()]:
+            del self._deadlines[rank]
+            self._handler.on_deadline(rank)
+        # Nothing may keep the last frames' buffers alive until the next ones come.
+        del events
+
+    def _add(self, rank: int, channel: Channel, sentinel: int | None) -> None:
+        self._channels[rank] = channel
+        self._selector.register(channel.fileno(), selectors.EVENT_READ, ("channel", rank))
+        if sentinel is not None:
+            self._sentinels[rank] = sentinel
+            self._selector.register(sentinel, selectors.EVENT_READ, ("sentinel", rank))
+
+    def _forget(self, rank: int) -> None:
+        channel = self._channels.pop(rank, None)
+        sentinel = self._sentinels.pop(rank, None)
+        self._deadlines.pop(rank, None)
+        for fd in (channel.fileno() if channel else -1, -1 if sentinel is None else sentinel):
+            with suppress(KeyError, ValueError):  # unregistered at the end of its stream, or closed
+                self._selector.unregister(fd)
+
+    def _want_writes(self) -> None:
+        for rank, channel in self._channels.items():
+            if channel.ended or channel.fileno() < 0:
+                continue
+            mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.wants_write else 0)
+            if self._selector.get_key(channel.fileno()).events != mask:
+                self._selector.modify(channel.fileno(), mask, ("channel", rank))
+
+    def _flush(self, rank: int) -> None:
+        try:
+            drained = self._channels[rank].flush()
+        except BrokenPipeError:
+            drained = True  # the reading side tells what happened; those who wait for room must look again
+        if drained:
+            self._handler.on_drained(rank)
+
+    def _read(self, rank: int) -> None:
+        channel = self._channels[rank]
+        frames = channel.receive()
+        if frames:
+            self._handler.on_frames(rank, frames)
+        if channel.ended and rank in self._channels:
+            self._selector.unregister(channel.fileno())
+            self._handler.on_end(rank, channel.fault)
+
+    def _exit(self, rank: int) -> None:
+        """Read what the dead process left, to the last byte, then report its end."""
+        sentinel = self._sentinels.pop(rank, None)
+        if sentinel is None:
+            return
+        self._selector.unregister(sentinel)
+        channel = self._channels.get(rank)
+        while channel is not None and not channel.ended and channel.fileno() >= 0:
+            before = channel.received
+            self._read(rank)
+            if channel.received == before:
+                break  # a descendant still holds the other end; all that was sent is read
+        self._handler.on_exit(rank)

@@ -1,0 +1,277 @@
+"""The messages of the protocol: which there are, what each carries, and how it becomes a frame.
+
+::
+
+    client ── INIT · ADD · ABORT · UTILITY · SHUTDOWN ──────────────────────────▶ engine
+    client ◀── HELLO · STATUS* · READY | FAILED · OUTPUTS · REPLY · DEAD · GOODBYE ── engine
+
+A message is a frame: kind, flags, ``ref`` (the request key of an ADD, the call id of a UTILITY and its REPLY), a
+pickled header and buffers.  ``ref`` stands outside of the pickle, so that a payload that cannot be decoded still
+names the request or call that it belongs to, and fails only that one.  Output batches are in ``batch``.
+
+Invariants: I9 (an encoder reads its arguments during the call only).
+
+Threads: pure functions.  Pure: performs no I/O.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from operator import attrgetter, is_not
+from typing import Any, Final, NamedTuple
+
+from engine_client.interfaces import Buffer
+from engine_client.messages import EngineCoreReadyResponse, EngineCoreRequest
+from engine_client.protocol.codec import Payload, dumps, loads
+from engine_client.protocol.framing import Flag, Kind
+
+__all__ = [
+    "PING",
+    "PROTOCOL_VERSION",
+    "Frame",
+    "Init",
+    "decode_abort",
+    "decode_add",
+    "decode_dead",
+    "decode_init",
+    "decode_ready",
+    "decode_reply",
+    "decode_status",
+    "decode_text",
+    "decode_utility",
+    "encode_abort",
+    "encode_add",
+    "encode_dead",
+    "encode_failed",
+    "encode_hello",
+    "encode_init",
+    "encode_ready",
+    "encode_reply",
+    "encode_status",
+    "encode_text",
+    "encode_utility",
+]
+
+PROTOCOL_VERSION: Final = 1
+
+PING: Final = "ping"
+"""The utility that every busy loop answers by itself."""
+
+
+class Frame(NamedTuple):
+    """One frame with its buffers resolved; ``error`` says why they could not be, and then they are empty."""
+
+    kind: int
+    flags: int
+    ref: int
+    header: Buffer
+    buffers: Sequence[memoryview] = ()
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class Init:
+    """Everything an engine process needs to become an engine.
+
+    Args:
+        token: random, per client instance; READY repeats it, so that an engine of another client is not mistaken for ours.
+        rank: data-parallel rank.
+        target: ``"module:function"`` that builds the engine.
+        sys_path, argv: of the client's interpreter, so that modules beside the user's script are found.
+        main: description of the client's ``__main__`` (see ``ipc.user_main``).
+        options: ``ClientOptions.for_engine()``.
+        payload: pickled ``(vllm_config, executor_class, log_stats)``, decoded only after ``sys_path`` is in force.
+    """
+
+    token: str
+    rank: int
+    target: str
+    sys_path: list[str]
+    argv: list[str]
+    main: dict[str, Any]
+    options: dict[str, Any]
+    payload: Payload = field(repr=False)
+
+
+def _frame(kind: Kind, payload: Payload, ref: int = 0, flags: int = 0) -> Frame:
+    if payload.needs_main:
+        flags |= Flag.NEEDS_MAIN
+    return Frame(kind, flags, ref, payload.header, payload.buffers)
+
+
+def _load(frame: Frame) -> Any:
+    if frame.error is not None:
+        raise frame.error
+    return loads(frame.header, frame.buffers)
+
+
+# -- handshake ---------------------------------------------------------------------------------------------------------
+
+
+def encode_hello(pid: int, version: int = PROTOCOL_VERSION) -> Frame:
+    """Encode the engine's first message."""
+    return _frame(Kind.HELLO, dumps((version, pid)))
+
+
+def encode_init(init: Init) -> Frame:
+    """Encode the client's answer to HELLO."""
+    inner = init.payload
+    outer = (init.token, init.rank, init.target, init.sys_path, init.argv, init.main, init.options)
+    frame = _frame(Kind.INIT, dumps((outer, inner.header, list(inner.buffers), inner.needs_main)))
+    return frame
+
+
+def decode_init(frame: Frame) -> Init:
+    """Decode INIT; its ``payload`` stays pickled."""
+    outer, header, buffers, needs_main = _load(frame)
+    return Init(*outer, payload=Payload(header, buffers, needs_main))
+
+
+def encode_status(phase: str, done: int, total: int) -> Frame:
+    """Encode progress of the start."""
+    return _frame(Kind.STATUS, dumps((phase, done, total)))
+
+
+def decode_status(frame: Frame) -> tuple[str, int, int]:
+    """Decode ``(phase, done, total)``."""
+    phase, done, total = _load(frame)
+    return str(phase), int(done), int(total)
+
+
+def encode_ready(token: str, response: EngineCoreReadyResponse) -> Frame:
+    """Encode the end of a start that succeeded."""
+    return _frame(Kind.READY, dumps((token, vars(response))))
+
+
+def decode_ready(frame: Frame) -> tuple[str, EngineCoreReadyResponse]:
+    """Decode ``(token, response)``."""
+    token, attributes = _load(frame)
+    return token, EngineCoreReadyResponse(**attributes)
+
+
+def encode_failed(error: BaseException, phase: str) -> Frame:
+    """Encode the end of a start that failed in ``phase``."""
+    return _frame(Kind.FAILED, dumps((error, phase)))
+
+
+def encode_dead(error: BaseException, phase: str) -> Frame:
+    """Encode ENGINE_CORE_DEAD: the engine's last words after an exception in ``phase``."""
+    return _frame(Kind.DEAD, dumps((error, phase)))
+
+
+def decode_dead(frame: Frame) -> tuple[BaseException, str]:
+    """Decode DEAD or FAILED into ``(error, phase)``."""
+    error, phase = _load(frame)
+    return error, phase
+
+
+def encode_text(kind: Kind, text: str) -> Frame:
+    """Encode a message that carries one sentence (SHUTDOWN, GOODBYE)."""
+    return _frame(kind, dumps(text))
+
+
+def decode_text(frame: Frame) -> Any:
+    """Decode the value of a message that ``encode_text`` or ``encode_hello`` made."""
+    return _load(frame)
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+_HOT = ("request_id", "prompt_token_ids", "sampling_params", "arrival_time")
+_REST = tuple(f.name for f in fields(EngineCoreRequest) if f.name not in _HOT)
+_REST_DEFAULTS = tuple(
+    None if f.default is MISSING else f.default for f in fields(EngineCoreRequest) if f.name not in _HOT
+)
+_get_rest = attrgetter(*_REST)
+
+
+def _rest_of(request: Any) -> dict[str, Any] | None:
+    """Return the less common fields that are not at their defaults; missing attributes count as defaults."""
+    try:
+        values = _get_rest(request)
+    except AttributeError:
+        values = tuple(map(getattr, [request] * len(_REST), _REST, _REST_DEFAULTS))
+    if not any(map(is_not, values, _REST_DEFAULTS)):
+        return None
+    return {
+        name: value
+        for name, value, default in zip(_REST, values, _REST_DEFAULTS, strict=True)
+        if value is not default
+    }
+
+
+def encode_add(key: int, request: Any, prompt: array[int] | None, *, main_importable: bool = True) -> Frame:
+    """Encode a request under its integer key; ``prompt`` is its token ids, checked already."""
+    row = (
+        request.request_id,
+        None if prompt is None else prompt.tobytes(),
+        request.sampling_params,
+        request.arrival_time,
+        _rest_of(request),
+    )
+    return _frame(Kind.ADD, dumps(row, main_importable=main_importable), ref=key)
+
+
+def decode_add(frame: Frame) -> EngineCoreRequest:
+    """Decode a request; its key is ``frame.ref``."""
+    request_id, prompt, sampling_params, arrival_time, rest = _load(frame)
+    token_ids: list[int] | None = None
+    if prompt is not None:
+        column = array("I")
+        column.frombytes(prompt)
+        token_ids = column.tolist()
+    values = rest or {}
+    request = EngineCoreRequest(
+        request_id,
+        token_ids,
+        values.pop("mm_features", None),
+        sampling_params,
+        values.pop("pooling_params", None),
+        arrival_time,
+        values.pop("lora_request", None),
+        values.pop("cache_salt", None),
+        values.pop("data_parallel_rank", None),
+    )
+    for name, value in values.items():
+        setattr(request, name, value)
+    return request
+
+
+def encode_abort(keys: Sequence[int]) -> Frame:
+    """Encode the wish to end requests, by key."""
+    return _frame(Kind.ABORT, dumps(array("Q", keys).tobytes()))
+
+
+def decode_abort(frame: Frame) -> list[int]:
+    """Decode the keys of an ABORT."""
+    column = array("Q")
+    column.frombytes(_load(frame))
+    return column.tolist()
+
+
+# -- utilities ---------------------------------------------------------------------------------------------------------
+
+
+def encode_utility(call_id: int, method: str, args: Sequence[Any], *, main_importable: bool = True) -> Frame:
+    """Encode a utility call."""
+    return _frame(Kind.UTILITY, dumps((method, tuple(args)), main_importable=main_importable), ref=call_id)
+
+
+def decode_utility(frame: Frame) -> tuple[str, tuple[Any, ...]]:
+    """Decode ``(method, args)``; the call id is ``frame.ref``."""
+    method, args = _load(frame)
+    return method, args
+
+
+def encode_reply(call_id: int, result: Any = None, error: BaseException | None = None) -> Frame:
+    """Encode the answer to a utility call: its result, or the exception that ended it."""
+    if error is not None:
+        return _frame(Kind.REPLY, dumps(error), call_id, Flag.FAILED)
+    return _frame(Kind.REPLY, dumps(result), call_id)
+
+
+def decode_reply(frame: Frame) -> tuple[bool, Any]:
+    """Decode ``(failed, result or exception)``; the call id is ``frame.ref``."""
+    return bool(frame.flags & Flag.FAILED), _load(frame)

@@ -1,0 +1,284 @@
+"""Channels over real socket pairs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from engine_client.ipc.arena import ArenaReader, ArenaWriter, create_memory
+from engine_client.ipc.channel import Channel
+from engine_client.protocol.framing import Kind
+from engine_client.protocol.wire import Frame
+
+
+@contextmanager
+def pair(*, memory: bool = False) -> Iterator[tuple[Channel, Channel]]:
+    """Two ends, with shared memory from the first to the second if asked for."""
+    left, right = socket.socketpair()
+    writer = reader = None
+    if memory:
+        fd = create_memory("test")
+        writer = ArenaWriter(os.dup(fd), limit=1 << 30)
+        reader = ArenaReader(fd)
+    first = Channel(left.detach(), name="right", writer=writer, threshold=65536)
+    second = Channel(right.detach(), name="left", reader=reader)
+    try:
+        yield first, second
+    finally:
+        first.close()
+        second.close()
+        if writer is not None and reader is not None:
+            writer.close()
+            reader.close()
+
+
+def frame(header: bytes, *buffers: bytes, ref: int = 1) -> Frame:
+    return Frame(Kind.UTILITY, 0, ref, header, [memoryview(buffer) for buffer in buffers])
+
+
+def pump(sender: Channel, receiver: Channel) -> list[Frame]:
+    """Flush and receive until nothing moves any more."""
+    frames: list[Frame] = []
+    while True:
+        done = sender.flush()
+        before = receiver.received
+        frames += receiver.receive()
+        if done and receiver.received == before:
+            return frames
+
+
+def test_frames_arrive_in_order() -> None:
+    """What one end sends, the other receives, whole and in order."""
+    with pair() as (left, right):
+        for index in range(50):
+            left.send(frame(b"h%d" % index, b"b" * index, ref=index))
+        received = pump(left, right)
+        assert [bytes(f.header) for f in received] == [b"h%d" % index for index in range(50)]
+        assert [f.ref for f in received] == list(range(50))
+        assert [len(f.buffers[0]) for f in received] == list(range(50))
+
+
+def test_a_frame_bigger_than_the_pipe_waits_in_the_backlog() -> None:
+    """What does not fit is kept, counted, and sent by ``flush``; the sender's memory is free at once."""
+    with pair() as (left, right):
+        data = bytearray(os.urandom(3 << 20))
+        copy = bytes(data)
+        assert not left.send(frame(b"big", data))
+        assert left.wants_write
+        assert 0 < left.backlog < len(data) + 100
+        data[:] = bytes(len(data))
+        assert left.send(frame(b"small")) is False
+        received = pump(left, right)
+        assert [bytes(f.header) for f in received] == [b"big", b"small"]
+        assert received[0].buffers[0] == copy
+        assert left.backlog == 0
+
+
+def test_big_buffers_go_through_shared_memory() -> None:
+    """A buffer over the threshold does not pass the pipe."""
+    with pair(memory=True) as (left, right):
+        data = os.urandom(1 << 20)
+        assert left.send(frame(b"big", data, b"small"))
+        (received,) = pump(left, right)
+        assert right.received < 1000
+        assert received.buffers[0] == data
+        assert received.buffers[1] == b"small"
+        assert (left.in_memory, left.in_pipe) == (1, 0)
+        del received
+
+
+def test_without_room_in_shared_memory_the_pipe_serves() -> None:
+    """A writer that has no room falls back to the pipe, with the same bytes."""
+    left_socket, right_socket = socket.socketpair()
+    writer = ArenaWriter(create_memory("test"), limit=0)
+    left = Channel(left_socket.detach(), name="right", writer=writer)
+    right = Channel(right_socket.detach(), name="left")
+    data = os.urandom(1 << 20)
+    left.send(frame(b"big", data))
+    (received,) = pump(left, right)
+    assert received.buffers[0] == data
+    assert (left.in_memory, left.in_pipe) == (0, 1)
+    for end in (left, right):
+        end.close()
+    writer.close()
+
+
+def test_the_end_of_the_stream_comes_after_its_frames() -> None:
+    """Frames sent before the other end was closed are delivered, then ``ended`` is set."""
+    with pair() as (left, right):
+        left.send(frame(b"last"))
+        left.close()
+        assert [bytes(f.header) for f in right.receive()] == [b"last"]
+        right.receive()
+        assert right.ended
+        assert right.fault is None
+
+
+def test_an_end_inside_a_frame_is_a_fault() -> None:
+    """A stream that ends in mid-frame breaks the channel, for sending too."""
+    with pair() as (left, right):
+        left.send(frame(b"big", bytes(3 << 20)))
+        right.receive()
+        left.close()
+        while not right.ended:
+            right.receive()
+        assert "frame" in str(right.fault)
+        with pytest.raises(BrokenPipeError):
+            right.send(frame(b"x"))
+
+
+def test_garbage_is_a_fault() -> None:
+    """Bytes that are no frame break the channel."""
+    left, right = socket.socketpair()
+    channel = Channel(right.detach(), name="left")
+    left.sendall(b"GARBAGE" * 20)
+    assert channel.receive() == []
+    assert channel.ended
+    assert channel.fault is not None
+    assert "broken" in repr(channel)
+    left.close()
+    channel.close()
+
+
+def test_a_gone_peer_breaks_the_channel_for_good() -> None:
+    """Sending to a closed end raises, now and later, and keeps nothing."""
+    with pair() as (left, right):
+        right.close()
+        for _ in range(2):
+            with pytest.raises(BrokenPipeError):
+                left.send(frame(b"x", bytes(100_000)))
+        assert left.backlog == 0
+        with pytest.raises(BrokenPipeError):
+            left.flush()
+
+
+def test_a_closed_channel_refuses() -> None:
+    """After ``close`` sending raises and the descriptor is forgotten."""
+    with pair() as (left, right):
+        left.close()
+        left.close()
+        assert left.fileno() == -1
+        assert "closed" in repr(left)
+        with pytest.raises(BrokenPipeError, match="closed"):
+            left.send(frame(b"x"))
+        assert right.receive() == []
+
+
+def test_a_peer_that_leaves_with_bytes_unread_is_an_end_like_any_other() -> None:
+    """ECONNRESET is the end of the stream, after what the peer had sent."""
+    with pair() as (left, right):
+        right.send(frame(b"mine"))
+        left.send(frame(b"unread"))
+        right.close()
+        assert [bytes(f.header) for f in left.receive()] == [b"mine"]
+        left.receive()
+        assert left.ended
+
+
+def test_threads_send_whole_frames() -> None:
+    """Frames of many threads do not mix."""
+    with pair(memory=True) as (left, right):
+        total = 8 * 60
+        frames: list[Frame] = []
+
+        def send(number: int) -> None:
+            for index in range(60):
+                size = (index % 7) * 40_000
+                left.send(frame(b"%d" % number, bytes([number]) * size))
+
+        threads = [threading.Thread(target=send, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        while len(frames) < total:
+            left.flush()
+            for received in right.receive():
+                number = int(bytes(received.header))
+                assert bytes(received.buffers[0]).count(number) == len(received.buffers[0])
+                frames.append(received._replace(buffers=()))
+        for thread in threads:
+            thread.join()
+
+
+def test_an_interrupt_in_the_middle_of_sending_keeps_the_stream_whole() -> None:
+    """A signal handler that raises at any moment of ``send`` neither splits nor repeats bytes."""
+    with pair() as (left, right):
+        interrupts = 0
+        received: list[Frame] = []
+        stop = threading.Event()
+
+        def read() -> None:
+            while not stop.is_set() or not received or right.received != before:
+                before = right.received
+                received.extend(right.receive())
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        old = signal.signal(signal.SIGALRM, interrupt)
+        reader = threading.Thread(target=read)
+        reader.start()
+        sent = 0
+        try:
+            for index in range(400):
+                signal.setitimer(signal.ITIMER_REAL, 0.00002 + (index % 50) * 0.00001)
+                try:
+                    left.send(frame(b"%d" % index, bytes([index % 256]) * 300_000))
+                    sent += 1
+                except KeyboardInterrupt:
+                    interrupts += 1
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:  # between two statements of this test
+            interrupts += 1
+        finally:
+            signal.signal(signal.SIGALRM, old)
+        while not left.flush():
+            pass
+        stop.set()
+        reader.join()
+        assert right.fault is None
+        assert len(received) >= sent
+        for got in received:
+            assert got.buffers[0] == bytes([int(bytes(got.header)) % 256]) * 300_000
+
+
+def test_a_send_from_within_a_send_joins_the_backlog() -> None:
+    """A signal handler that sends on a thread inside ``send`` does not deadlock, and both frames arrive whole."""
+    with pair() as (left, right):
+        inner = 0
+
+        def handler(*_: object) -> None:
+            nonlocal inner
+            inner += 1
+            left.send(frame(b"inner", b"i" * 10))
+
+        received: list[Frame] = []
+        old = signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.0001)
+        try:
+            for _ in range(2000):
+                left.send(frame(b"outer", b"o" * 1000))
+                received += right.receive()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, old)
+        received += pump(left, right)
+        assert sum(bytes(f.header) == b"outer" for f in received) == 2000
+        assert sum(bytes(f.header) == b"inner" for f in received) == inner
+
+
+def test_a_forked_copy_closes_without_the_lock() -> None:
+    """``close_after_fork`` needs no lock."""
+    with pair() as (left, _):
+        fd = left.fileno()
+        with left._lock:
+            left.close_after_fork()
+            left.close_after_fork()
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(fd)

@@ -1,0 +1,134 @@
+"""The messages of the protocol, each there and back."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_client.messages import EngineCoreReadyResponse, EngineCoreRequest
+from engine_client.params import PoolingParams, SamplingParams
+from engine_client.protocol import wire
+from engine_client.protocol.codec import dumps, loads
+from engine_client.protocol.framing import Flag, Kind
+
+
+def request(**fields: Any) -> EngineCoreRequest:
+    values: dict[str, Any] = dict.fromkeys(
+        ("mm_features", "pooling_params", "lora_request", "cache_salt", "data_parallel_rank")
+    )
+    values |= {
+        "request_id": "r",
+        "prompt_token_ids": [1, 2, 3],
+        "sampling_params": SamplingParams(max_tokens=4),
+        "arrival_time": 1.25,
+    }
+    return EngineCoreRequest(**(values | fields))
+
+
+def through(message: Any) -> EngineCoreRequest:
+    ids = message.prompt_token_ids
+    return wire.decode_add(wire.encode_add(7, message, None if ids is None else array("I", ids)))
+
+
+@given(
+    st.text(min_size=1, max_size=10),
+    st.none() | st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=20),
+    st.integers(-5, 5),
+    st.none() | st.text(max_size=3),
+    st.booleans(),
+)
+def test_a_request_arrives_equal(
+    request_id: str, prompt: list[int] | None, priority: int, salt: str | None, resumable: bool
+) -> None:
+    """Every field of a request arrives as it was."""
+    message = request(
+        request_id=request_id, prompt_token_ids=prompt, priority=priority, cache_salt=salt, resumable=resumable
+    )
+    assert through(message) == message
+
+
+def test_a_request_of_another_class_is_read_by_attribute() -> None:
+    """Missing attributes count as defaults."""
+    sparse = SimpleNamespace(
+        request_id="r", prompt_token_ids=[9], sampling_params=None, pooling_params=PoolingParams(task="embed"), arrival_time=0.0
+    )
+    assert through(sparse) == request(
+        prompt_token_ids=[9], sampling_params=None, pooling_params=PoolingParams(task="embed"), arrival_time=0.0
+    )
+
+
+def test_the_key_of_a_request_stands_outside_of_the_pickle() -> None:
+    """The key and the call id are readable without decoding."""
+    assert wire.encode_add(7, request(), array("I", [1])).ref == 7
+    assert wire.encode_utility(8, "echo", (1,)).ref == 8
+    assert wire.encode_reply(9, 1).ref == 9
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=10))
+def test_aborts_carry_keys(keys: list[int]) -> None:
+    """An abort carries any number of keys."""
+    assert wire.decode_abort(wire.encode_abort(keys)) == keys
+
+
+def test_utility_calls_and_replies() -> None:
+    """Arguments, results and exceptions arrive."""
+    assert wire.decode_utility(wire.encode_utility(1, "echo", [{1, 2}, "x"])) == ("echo", ({1, 2}, "x"))
+    assert wire.decode_reply(wire.encode_reply(1, {3})) == (False, {3})
+    failed, error = wire.decode_reply(wire.encode_reply(1, error=KeyError("k")))
+    assert failed
+    assert isinstance(error, KeyError)
+    assert error.args == ("k",)
+
+
+def test_the_handshake() -> None:
+    """Each message of the start carries what it says."""
+    version, pid = wire.decode_text(wire.encode_hello(42))
+    assert (version, pid) == (wire.PROTOCOL_VERSION, 42)
+    payload = dumps(({"a": 1}, int, True))
+    init = wire.Init("token", 2, "m:f", ["/p"], ["argv"], {"kind": "none"}, {"arena_limit": 0}, payload)
+    again = wire.decode_init(wire.encode_init(init))
+    assert (again.token, again.rank, again.sys_path, again.options) == ("token", 2, ["/p"], {"arena_limit": 0})
+    assert loads(again.payload.header, again.payload.buffers) == ({"a": 1}, int, True)
+    assert wire.decode_status(wire.encode_status("loading weights", 3, 12)) == ("loading weights", 3, 12)
+    response = EngineCoreReadyResponse(1, 2, 3, None, "auto", "0.1", 1, 1)
+    assert wire.decode_ready(wire.encode_ready("token", response)) == ("token", response)
+
+
+@pytest.mark.parametrize("encode", [wire.encode_dead, wire.encode_failed])
+def test_last_words_carry_the_cause(encode: Any) -> None:
+    """DEAD and FAILED carry the exception and the phase."""
+    try:
+        raise ValueError("marker")
+    except ValueError as error:
+        frame = encode(error, "serving")
+    again, phase = wire.decode_dead(frame)
+    assert isinstance(again, ValueError)
+    assert "marker" in str(again)
+    assert "test_last_words_carry_the_cause" in again.remote_traceback  # type: ignore[attr-defined]
+    assert phase == "serving"
+
+
+def test_a_sentence() -> None:
+    """SHUTDOWN and GOODBYE carry a sentence."""
+    assert wire.decode_text(wire.encode_text(Kind.GOODBYE, "bye")) == "bye"
+
+
+def test_a_frame_that_lost_its_buffers_raises_why() -> None:
+    """What kept a frame's buffers from being mapped is raised when it is decoded."""
+    frame = wire.encode_text(Kind.GOODBYE, "bye")._replace(error=OSError("no memory"))
+    with pytest.raises(OSError, match="no memory"):
+        wire.decode_text(frame)
+
+
+def test_objects_of_main_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A payload that names an object of ``__main__`` says so in its flags."""
+    import __main__
+
+    monkeypatch.setattr(__main__, "Marked", type("Marked", (), {"__module__": "__main__"}), raising=False)
+    frame = wire.encode_utility(1, "echo", (__main__.Marked,))
+    assert frame.flags & Flag.NEEDS_MAIN
