@@ -26,14 +26,14 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
 from engine_client.ipc.handle import has_pidfd
 from engine_client.ipc.processes import Descendant, descendants
 
-__all__ = ["Lifeline", "arm"]
+__all__ = ["Lifeline", "arm", "is_launcher_alive", "kill_everything", "reopen", "tie"]
 
 _LOOK: Final = 1.0
 """Seconds between looks at a launcher that cannot be watched through a descriptor."""
@@ -42,31 +42,34 @@ _LOOK: Final = 1.0
 class Lifeline:
     """Holds the lifeline's read end, and what the watcher needs.
 
+    All descriptors stay open as long as this process runs.
+
     Args:
-        fd: read end of the lifeline; stays open as long as this process runs.
+        fd: read end of the lifeline.
         launcher_pid: whose end is our end.
-        end: what to do then; kills everything.
+        end: called then with the processes below us that left our group; kills everything.
     """
 
-    def __init__(self, fd: int, launcher_pid: int, end: Callable[[], None] | None = None) -> None:
+    def __init__(self, fd: int, launcher_pid: int, end: Callable[[Sequence[Descendant]], None] | None = None) -> None:
         self._fd = fd
         self._launcher_pid = launcher_pid
-        self._end = end or self._kill_everything
-        self._pidfd = -1
+        self._end = kill_everything if end is None else end
+        # -- set once, by arm --
+        self.pidfd = -1
         # -- main thread; the watcher reads whole values --
-        self._strays: list[Descendant] = []
-        self._guards: dict[int, int] = {}  # by owner, as F_SETOWN wants it: descriptors of the same pipe
+        self.strays: tuple[Descendant, ...] = ()
+        self.guards: dict[int, int] = {}  # by owner, as F_SETOWN wants it: descriptors of the same pipe
 
     def arm(self) -> None:
         """Tie this process to the launcher; end it at once if the launcher is gone already."""
         # A group that we do not lead is somebody else's: then this process alone.
-        _set_owner(self._fd, -os.getpid() if os.getpgrp() == os.getpid() else os.getpid())
+        tie(self._fd, -os.getpid() if os.getpgrp() == os.getpid() else os.getpid())
         if has_pidfd():
             with suppress(ProcessLookupError):  # gone: found out below
-                self._pidfd = os.pidfd_open(self._launcher_pid)
+                self.pidfd = os.pidfd_open(self._launcher_pid)
         # Only now, so that an end in between is seen either here or by what was just set up.
-        if self._is_hung_up() or not _is_alive(self._launcher_pid):
-            self._end()
+        if self._is_hung_up() or not is_launcher_alive(self._launcher_pid):
+            self._end(self.strays)
         threading.Thread(target=self._watch, name="engine-lifeline", daemon=True).start()
 
     def guard_descendants(self) -> None:
@@ -76,46 +79,38 @@ class Lifeline:
         """
         own = os.getpgrp()
         found = descendants(os.getpid())
-        strays = {stray: group for stray in found if (group := stray.group()) not in (own, None)}
+        strays = [(stray, group) for stray in found if (group := stray.group()) is not None and group != own]
         pids = {stray.pid for stray in found}
-        self._strays = list(strays)
+        self.strays = tuple(stray for stray, _ in strays)
         owners = set()
-        for stray, group in strays.items():
+        for stray, group in strays:
             # A group whose leader is not below us may hold strangers: then this process alone.
             owner = -group if group in pids else stray.pid
             owners.add(owner)
-            if owner not in self._guards and (guard := _reopen(self._fd)) is not None:
-                _set_owner(guard, owner)
+            if owner not in self.guards and (guard := reopen(self._fd)) is not None:
+                tie(guard, owner)
                 if stray.group() == group:
-                    self._guards[owner] = guard
+                    self.guards[owner] = guard
                 else:  # it changed, or its number became another's, while we looked
                     os.close(guard)
-        for owner in self._guards.keys() - owners:
-            os.close(self._guards.pop(owner))
+        for owner in self.guards.keys() - owners:
+            os.close(self.guards.pop(owner))
 
     def _watch(self) -> None:
         """Block until the launcher is gone, then end everything."""
         poller = select.poll()
         poller.register(self._fd, 0)  # a hang-up is always told
-        if self._pidfd >= 0:
-            poller.register(self._pidfd, select.POLLIN)
-        timeout = None if self._pidfd >= 0 else _LOOK * 1000
-        while not poller.poll(timeout) and _is_alive(self._launcher_pid):
+        if self.pidfd >= 0:
+            poller.register(self.pidfd, select.POLLIN)
+        timeout = None if self.pidfd >= 0 else _LOOK * 1000
+        while not poller.poll(timeout) and is_launcher_alive(self._launcher_pid):
             pass
-        self._end()
+        self._end(self.strays)
 
     def _is_hung_up(self) -> bool:
         poller = select.poll()
         poller.register(self._fd, 0)
         return bool(poller.poll(0))
-
-    def _kill_everything(self) -> None:
-        """Kill all below us, and ourselves last."""
-        for stray in self._strays:
-            stray.kill()
-        if os.getpgrp() == os.getpid():
-            os.killpg(os.getpid(), signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def arm(fd: int, launcher_pid: int) -> Lifeline:
@@ -125,7 +120,16 @@ def arm(fd: int, launcher_pid: int) -> Lifeline:
     return lifeline
 
 
-def _set_owner(fd: int, owner: int) -> None:
+def kill_everything(strays: Sequence[Descendant]) -> None:
+    """Send SIGKILL to strays, to our process group if we lead it, and to ourselves."""
+    for stray in strays:
+        stray.kill()
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tie(fd: int, owner: int) -> None:
     """Have the kernel send SIGKILL to a process, or minus a process group, when the pipe hangs up."""
     if not hasattr(fcntl, "F_SETSIG"):  # not Linux: it could send SIGIO only, which may be handled or ignored
         return
@@ -135,7 +139,7 @@ def _set_owner(fd: int, owner: int) -> None:
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
 
 
-def _reopen(fd: int) -> int | None:
+def reopen(fd: int) -> int | None:
     """Return another descriptor of the same pipe, with an owner of its own; None where that is not possible."""
     try:
         return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK)
@@ -143,7 +147,7 @@ def _reopen(fd: int) -> int | None:
         return None
 
 
-def _is_alive(launcher_pid: int) -> bool:
+def is_launcher_alive(launcher_pid: int) -> bool:
     """Tell whether the launcher lives, and is not another process that got its pid."""
     if os.getppid() == launcher_pid:
         return True
