@@ -62,13 +62,11 @@ class ChildHandle:
         name: for messages.
         pid: of a child that nobody has reaped yet.
         fallback: the read end of a pipe that ends with the child, for systems without pidfd; becomes ours.
-        start_hint: what to tell the user if the child ends before it ran a line of ours.
     """
 
-    def __init__(self, name: str, pid: int, *, fallback: int | None = None, start_hint: str = "") -> None:
+    def __init__(self, name: str, pid: int, *, fallback: int | None = None) -> None:
         self.name = name
         self.pid = pid
-        self.start_hint = start_hint
         self._owner = os.getpid()
         self._lock = threading.RLock()
         # -- guarded by _lock --

@@ -1,0 +1,191 @@
+"""``multiprocessing``'s start methods: spawn, fork and forkserver, for hosts that want one of them.
+
+They have limits of their own, which ``exec`` has not: an unguarded script cannot use spawn or forkserver, daemonic
+processes can use none, fork in a process with threads may deadlock the child, and the fork server keeps the
+environment of when it was started (what this launcher can pass on of it, it does).
+
+Invariants: I11 (a child that started and cannot be handed over is killed).
+
+Threads: ``launch_multiprocessing`` may be called from any thread; ``_run_child`` is the child's main thread.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from engine_client.errors import StartupError
+from engine_client.ipc import boot
+from engine_client.ipc.descriptors import above_stdio
+from engine_client.ipc.handle import ChildHandle, has_pidfd
+from engine_client.ipc.launcher import EngineFds
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkProcess, ForkServerProcess, SpawnProcess
+    from multiprocessing.process import BaseProcess
+
+__all__ = ["MultiprocessingHandle", "before_multiprocessing_exit", "launch_multiprocessing"]
+
+_LOST: Final = 255
+"""What the fork server's client reports for a child whose exit status it could not get."""
+_STATUS_WAIT: Final = 0.25
+"""Seconds that the fork server gets to tell the exit status of a child that has ended."""
+
+_main_lock = threading.Lock()
+
+
+class MultiprocessingHandle(ChildHandle):
+    """Watches a child that ``multiprocessing`` started, which may reap it whenever the host uses that library."""
+
+    def __init__(self, process: BaseProcess, *, is_child: bool) -> None:
+        self._process = process
+        self._is_child = is_child  # ours, not the fork server's
+        fallback = None if has_pidfd() else os.dup(process.sentinel)
+        super().__init__(process.name, process.pid or -1, fallback=fallback)
+
+    def close(self) -> None:
+        """Close the sentinel.  Idempotent; what is known of the end stays known."""
+        if self._look():
+            with suppress(ValueError):  # multiprocessing does not know of the end: the host reaped it
+                self._process.close()
+        super().close()
+
+    def _peek(self) -> tuple[bool, int | None, bool]:
+        if self._is_child:
+            ended, code, reaped = super()._peek()
+            return ended, self._known_code() if reaped else code, reaped
+        if not self._wait_sentinel(0):
+            return False, None, False
+        self._process.join(_STATUS_WAIT)  # the one wait under the lock, and a short one
+        code = self._known_code()
+        return True, None if code == _LOST else code, True
+
+    def _known_code(self) -> int | None:
+        """Return what multiprocessing knows, if it was the one that reaped the child."""
+        with suppress(ValueError, AssertionError):  # closed by somebody; or a forked copy, which must not ask
+            return self._process.exitcode
+        return None
+
+    def _collect(self) -> None:
+        with suppress(ValueError, AssertionError):  # as above
+            self._process.join(0)
+
+
+def launch_multiprocessing(
+    method: str, *, name: str, fds: EngineFds, parent_fds: Sequence[int], entry: str, path: Sequence[str]
+) -> ChildHandle:
+    """Start an engine process by a start method of ``multiprocessing``; see ``launcher.launch``."""
+    import multiprocessing  # noqa: PLC0415 (8 ms that the default start method does not need)
+
+    if method == "fork" and threading.active_count() > 1:
+        warnings.warn(
+            "start method 'fork' in a process with other threads: locks that they hold stay locked in the engine, "
+            "which may never get ready; use the default start method",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    context: Any = multiprocessing.get_context(method)
+    passed: list[Any] = list(fds) if method == "fork" else [_Passed(fd) for fd in fds]
+    setting = {} if method == "fork" else _setting()
+    closed = [_identity(fd) for fd in parent_fds] if method == "fork" else []
+    process: ForkProcess | SpawnProcess | ForkServerProcess = context.Process(
+        target=_run_child, name=name, args=(entry, os.getpid(), passed, closed, setting, list(path)), daemon=False
+    )
+    try:
+        with _without_pseudo_main():
+            process.start()
+        return MultiprocessingHandle(process, is_child=method != "forkserver")
+    except BaseException as error:
+        if process.pid is not None:
+            process.kill()
+            process.join(1)
+        if isinstance(error, (AssertionError, OSError, RuntimeError)):
+            raise StartupError(f"start method {method!r} failed: {error}; the default start method may work") from error
+        raise
+
+
+def before_multiprocessing_exit(callback: Callable[[], None]) -> Callable[[], object]:
+    """Have ``callback`` called at the interpreter's end before ``multiprocessing`` joins its children, for ever.
+
+    Return a function that takes this back.
+    """
+    from multiprocessing import util  # noqa: PLC0415 (as above)
+
+    return util.Finalize(None, callback, exitpriority=10).cancel
+
+
+class _Passed:
+    """A descriptor that travels to the child with its arguments, and is a number there."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from multiprocessing.reduction import DupFd  # noqa: PLC0415 (as above)
+
+        return _receive, (DupFd(self.fd),)
+
+
+def _receive(passed: Any) -> int:
+    fd: int = passed.detach()
+    return above_stdio(fd)
+
+
+def _setting() -> dict[str, Any]:
+    """Return what a child takes from elsewhere than from us: the fork server, or multiprocessing's first import."""
+    setting: dict[str, Any] = {"environment": dict(os.environ)}
+    with suppress(FileNotFoundError):  # the directory was removed
+        setting["directory"] = os.getcwd()
+    return setting
+
+
+def _identity(fd: int) -> tuple[int, int, int]:
+    status = os.fstat(fd)
+    return fd, status.st_dev, status.st_ino
+
+
+def _run_child(
+    entry: str,
+    launcher_pid: int,
+    passed: list[int],
+    closed: list[tuple[int, int, int]],
+    setting: dict[str, Any],
+    path: list[str],
+) -> None:
+    """Be what a process started by ``exec`` is, then call the entry."""
+    for fd, device, inode in closed:
+        with suppress(OSError):  # closed by a hook that runs after a fork
+            if _identity(fd) == (fd, device, inode):  # not a number that was used again
+                os.close(fd)
+    if os.getpgrp() != os.getpid():
+        os.setsid()
+    if setting:
+        os.environ.clear()
+        os.environ.update(setting["environment"])
+        with suppress(OSError, KeyError):  # removed meanwhile, or before
+            os.chdir(setting["directory"])
+    sys.path[:0] = path
+    fds = EngineFds(*passed)
+    boot.begin(fds)
+    boot.resolve(entry)(fds, launcher_pid)
+
+
+@contextmanager
+def _without_pseudo_main() -> Iterator[None]:
+    """Hide the file name of a main module that is no file, such as ``<stdin>``, which a child could not run."""
+    main = sys.modules.get("__main__")
+    name = getattr(main, "__file__", None)
+    if main is None or name is None or getattr(main, "__spec__", None) is not None or os.path.exists(name):
+        yield
+        return
+    with _main_lock:
+        del main.__file__
+        try:
+            yield
+        finally:
+            main.__file__ = name
