@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     )
     from engine_client.clients.mp import (
         BackgroundResources as BackgroundResources,
+    )
+    from engine_client.clients.mp import (
         MPClient as MPClient,
     )
     from engine_client.clients.sync import (
@@ -25,11 +27,30 @@ if TYPE_CHECKING:
     )
     from engine_client.config import (
         CacheConfig as CacheConfig,
+    )
+    from engine_client.config import (
         ClientOptions as ClientOptions,
+    )
+    from engine_client.config import (
         EngineConfig as EngineConfig,
+    )
+    from engine_client.config import (
         ModelConfig as ModelConfig,
+    )
+    from engine_client.config import (
         ParallelConfig as ParallelConfig,
+    )
+    from engine_client.config import (
         SchedulerConfig as SchedulerConfig,
+    )
+    from engine_client.engine.batch import (
+        Batch as Batch,
+    )
+    from engine_client.engine.batch import (
+        ModelOutput as ModelOutput,
+    )
+    from engine_client.engine.batch import (
+        ScheduledRequest as ScheduledRequest,
     )
     from engine_client.engine.core import (
         EngineCore as EngineCore,
@@ -37,51 +58,112 @@ if TYPE_CHECKING:
     from engine_client.engine.executor import (
         Executor as Executor,
     )
-    from engine_client.engine.batch import (
-        Batch as Batch,
-        ModelOutput as ModelOutput,
-        ScheduledRequest as ScheduledRequest,
-    )
     from engine_client.errors import (
         ClosedError as ClosedError,
+    )
+    from engine_client.errors import (
         EngineClientError as EngineClientError,
+    )
+    from engine_client.errors import (
         EngineDeadError as EngineDeadError,
+    )
+    from engine_client.errors import (
         EngineGenerateError as EngineGenerateError,
+    )
+    from engine_client.errors import (
         EngineStalledError as EngineStalledError,
+    )
+    from engine_client.errors import (
         ForeignProcessError as ForeignProcessError,
+    )
+    from engine_client.errors import (
         HandshakeTimeout as HandshakeTimeout,
+    )
+    from engine_client.errors import (
         LocalProtocolError as LocalProtocolError,
+    )
+    from engine_client.errors import (
         ProtocolError as ProtocolError,
+    )
+    from engine_client.errors import (
         RemoteCallError as RemoteCallError,
+    )
+    from engine_client.errors import (
         RemoteProtocolError as RemoteProtocolError,
+    )
+    from engine_client.errors import (
         SerializationError as SerializationError,
+    )
+    from engine_client.errors import (
         StartupError as StartupError,
     )
     from engine_client.messages import (
         EEP_NOTIFICATION_CALL_ID as EEP_NOTIFICATION_CALL_ID,
+    )
+    from engine_client.messages import (
         FINISH_REASON_STRINGS as FINISH_REASON_STRINGS,
+    )
+    from engine_client.messages import (
         EEPNotificationType as EEPNotificationType,
+    )
+    from engine_client.messages import (
         EngineCoreEvent as EngineCoreEvent,
+    )
+    from engine_client.messages import (
         EngineCoreEventType as EngineCoreEventType,
+    )
+    from engine_client.messages import (
         EngineCoreOutput as EngineCoreOutput,
+    )
+    from engine_client.messages import (
         EngineCoreOutputs as EngineCoreOutputs,
+    )
+    from engine_client.messages import (
         EngineCoreReadyResponse as EngineCoreReadyResponse,
+    )
+    from engine_client.messages import (
         EngineCoreRequest as EngineCoreRequest,
+    )
+    from engine_client.messages import (
         EngineCoreRequestType as EngineCoreRequestType,
+    )
+    from engine_client.messages import (
         FinishReason as FinishReason,
+    )
+    from engine_client.messages import (
         LogprobsLists as LogprobsLists,
+    )
+    from engine_client.messages import (
         PauseMode as PauseMode,
+    )
+    from engine_client.messages import (
         PrefillStats as PrefillStats,
+    )
+    from engine_client.messages import (
         PrefixCacheStats as PrefixCacheStats,
+    )
+    from engine_client.messages import (
         ReconfigureDistributedRequest as ReconfigureDistributedRequest,
+    )
+    from engine_client.messages import (
         ReconfigureRankType as ReconfigureRankType,
+    )
+    from engine_client.messages import (
         SchedulerStats as SchedulerStats,
+    )
+    from engine_client.messages import (
         UtilityOutput as UtilityOutput,
+    )
+    from engine_client.messages import (
         UtilityResult as UtilityResult,
     )
     from engine_client.params import (
         LoRARequest as LoRARequest,
+    )
+    from engine_client.params import (
         PoolingParams as PoolingParams,
+    )
+    from engine_client.params import (
         SamplingParams as SamplingParams,
     )
 
@@ -163,7 +245,7 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = sorted(_HOME_OF)
+__all__ = list(_HOME_OF)  # noqa: PLE0605  # a list, once it is evaluated
 
 
 def __getattr__(name: str) -> Any:

@@ -68,7 +68,7 @@ class EngineCore(Protocol):
         """Return how many requests are waiting and running."""
 
     def utilities(self) -> Mapping[str, Callable[..., Any]]:
-        """Return the methods that clients may call by name.  A result that is a ``Future`` is answered when it is done."""
+        """Return the methods that clients may call by name; a ``Future`` as result is answered when it is done."""
 
     def ready_response(self) -> EngineCoreReadyResponse:
         """Return the engine's real capacities."""

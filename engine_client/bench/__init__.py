@@ -1,1 +1,1 @@
-
+"""Benchmarks, on the public API alone."""

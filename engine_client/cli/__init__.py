@@ -1,1 +1,1 @@
-
+"""The ``engine-client`` command, on the public API alone."""

@@ -1,1 +1,1 @@
-
+"""The client process's side."""

@@ -48,8 +48,8 @@ class EngineCoreClient(ABC):
         """
         if asyncio_mode and not multiprocess_mode:
             raise NotImplementedError(
-                "asyncio_mode needs multiprocess_mode: an engine core in this process would block the event loop in every "
-                "step. Use make_client(True, True, …), or make_client(False, False, …) without asyncio."
+                "asyncio_mode needs multiprocess_mode: an engine core in this process would block the event loop in "
+                "every step. Use make_client(True, True, …), or make_client(False, False, …) without asyncio."
             )
         if asyncio_mode:
             return EngineCoreClient.make_async_mp_client(vllm_config, executor_class, log_stats)
@@ -76,8 +76,8 @@ class EngineCoreClient(ABC):
             NotImplementedError: always, in this version.
         """
         raise NotImplementedError(
-            "asyncio clients are not part of this version: use make_client(True, False, …), whose blocking calls may be "
-            "made from worker threads (asyncio.to_thread)"
+            "asyncio clients are not part of this version: use make_client(True, False, …), whose blocking calls may "
+            "be made from worker threads (asyncio.to_thread)"
         )
 
     def _missing(self, operation: str) -> NotImplementedError:
@@ -151,7 +151,7 @@ class EngineCoreClient(ABC):
         raise self._missing("reset_mm_cache_async")
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget cached prefixes; return whether that was possible (it is not while requests run, unless they are reset)."""
+        """Forget cached prefixes; return whether that was possible: not while requests run, unless they are reset."""
         raise self._missing("reset_prefix_cache")
 
     async def reset_prefix_cache_async(
@@ -254,7 +254,7 @@ class EngineCoreClient(ABC):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of every worker, by name, or a callable that gets the worker first; return one result per worker."""
+        """Call a method of every worker, or a callable that gets the worker first; return one result per worker."""
         raise self._missing("collective_rpc")
 
     async def collective_rpc_async(

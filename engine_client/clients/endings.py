@@ -97,7 +97,8 @@ def _reason(cause: BaseException | None, name: str, phase: str) -> str:
     if len(text) > 65_536:
         text = f"{text[:32_768]} … {text[-32_768:]}"
     while_phase = f" while {phase}" if phase else ""
-    return f"{type(cause).__name__}: {text}{while_phase} ({name})" if text else f"{type(cause).__name__}{while_phase} ({name})"
+    what = f"{type(cause).__name__}: {text}" if text else type(cause).__name__
+    return f"{what}{while_phase} ({name})"
 
 
 def owner_of_fork(owner_pid: int) -> str:

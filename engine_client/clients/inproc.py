@@ -60,7 +60,7 @@ class InprocClient(SyncUtilities, EngineCoreClient):
         """Tell whether the client is open."""
         return not self._closed
 
-    def check_health(self, timeout: float | None = 10.0) -> None:  # noqa: ARG002  # the interface's parameter
+    def check_health(self, timeout: float | None = 10.0) -> None:
         """Raise ``ClosedError`` if the client is closed; there is nobody else to ask."""
         self._ensure_open()
 
@@ -91,7 +91,7 @@ class InprocClient(SyncUtilities, EngineCoreClient):
         if request_ids and not self._closed:
             self.engine_core.abort_requests(request_ids)
 
-    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:  # noqa: ARG002  # runs here and now
+    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         """Call a registered utility of the engine core."""
         self._ensure_open()
         utility = self._utilities.get(method)
@@ -116,14 +116,14 @@ class InprocClient(SyncUtilities, EngineCoreClient):
             ValueError: ``mode="wait"``, as in ``sleep``.
         """
         if mode == "wait":
-            raise ValueError("pause_scheduler(mode='wait') is not possible in-process: nothing drains requests meanwhile")
+            raise ValueError("pause_scheduler(mode='wait') is not possible in-process: nothing drains requests")
         super().pause_scheduler(mode, clear_cache)
 
     def dp_engines_running(self) -> bool:
         """Return False: there is one engine."""
         return False
 
-    def shutdown(self, timeout: float | None = None) -> None:  # noqa: ARG002  # the interface's parameter
+    def shutdown(self, timeout: float | None = None) -> None:
         """Shut the engine core down; idempotent."""
         if not self._closed:
             self._closed = True

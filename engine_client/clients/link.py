@@ -35,7 +35,7 @@ class EngineLink:
         faults: descriptor of the memory that fault reports go to.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what a start makes, all at once
         self,
         rank: int,
         handle: ChildHandle,

@@ -92,7 +92,7 @@ class MPClient(EngineCoreClient):
 
     def __init__(
         self,
-        asyncio_mode: bool,  # noqa: ARG002  # the reference's parameter; the colours are subclasses here
+        asyncio_mode: bool,  # the reference's parameter; the colours are subclasses here
         vllm_config: Any,
         executor_class: Callable[..., Any],
         log_stats: bool,
@@ -128,7 +128,7 @@ class MPClient(EngineCoreClient):
         return f"<{type(self).__name__} {session.state} {engines}>"
 
     def __reduce__(self) -> Any:
-        raise TypeError(f"{type(self).__name__} cannot be pickled: it owns processes; make a client of its own over there")
+        raise TypeError(f"{type(self).__name__} cannot be pickled: it owns processes; make another client over there")
 
     def __enter__(self) -> Self:
         return self
@@ -150,7 +150,8 @@ class MPClient(EngineCoreClient):
         self.resources.session = session
         self.resources.engine_manager = session.group
         requests_fd = create_memory("engine-requests")
-        session.writer = ArenaWriter(requests_fd, limit=self.options.arena_limit, parties=max(self.engine_ranks_managed) + 1)
+        parties = max(self.engine_ranks_managed) + 1
+        session.writer = ArenaWriter(requests_fd, limit=self.options.arena_limit, parties=parties)
         for rank in self.engine_ranks_managed:
             link = launch_engine(rank, self.options, session.writer, requests_fd)
             session.adopt(link)
@@ -170,8 +171,6 @@ class MPClient(EngineCoreClient):
 
     def _apply_ready_response(self, payload: EngineCoreReadyResponse) -> None:
         """Take over an engine's real capacities into the caller's config, as the reference does."""
-        if not payload:
-            return
         model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
         if model.max_model_len is None or payload.max_model_len < model.max_model_len:
             model.max_model_len = payload.max_model_len
@@ -183,7 +182,7 @@ class MPClient(EngineCoreClient):
         if self.stats_update_address is None:
             self.stats_update_address = payload.dp_stats_address
 
-    # -- what every colour has ------------------------------------------------------------------------------------------
+    # -- what every colour has -----------------------------------------------------------------------------------------
 
     @property
     def is_alive(self) -> bool:
@@ -204,7 +203,7 @@ class MPClient(EngineCoreClient):
 
         Raises:
             EngineDeadError: it is dead, or the client is closed.
-            EngineStalledError: it lives but did not answer within ``timeout`` seconds; says what it was last seen doing.
+            EngineStalledError: it lives but did not answer within ``timeout`` seconds; says what it was doing.
         """
         call_id, future = self._session.call(PING, ())
         try:
@@ -243,7 +242,7 @@ class MPClient(EngineCoreClient):
         Calls that wait in other threads end with ``ClosedError`` within the same bound.
 
         Args:
-            timeout: seconds for the polite end before force; None: ``VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS``, default 5.
+            timeout: seconds for the polite end before force; None: ``VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS``, or 5.
         """
         grace = shutdown_grace(self.options, timeout)
         self._session.close(grace)

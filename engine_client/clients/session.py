@@ -39,7 +39,7 @@ from engine_client.ipc.process_group import ProcessGroup
 from engine_client.ipc.reader import ReaderThread
 from engine_client.messages import EngineCoreOutputs
 from engine_client.protocol.batch import Columns, decode_columns
-from engine_client.protocol.framing import Flag, Kind
+from engine_client.protocol.framing import Kind
 from engine_client.protocol.wire import (
     Frame,
     decode_dead,
@@ -81,7 +81,7 @@ class Session:
         self.max_model_len: int | None = None
         self.main_importable = True
         self._on_end = on_end
-        self._outputs: SimpleQueue[Columns | None] = SimpleQueue()  # None marks the end, and is put back by who finds it
+        self._outputs: SimpleQueue[Columns | None] = SimpleQueue()  # None marks the end; who finds it puts it back
         self._reader = ReaderThread(self, f"engine-client-reader-{os.getpid()}")
         self._room = threading.Event()
         self._room.set()
@@ -348,7 +348,7 @@ class Session:
         for frame in frames:
             try:
                 self._take(self.links[rank], frame)
-            except Exception as error:  # noqa: BLE001  # an output batch that cannot be decoded: nobody knows whose it was
+            except Exception as error:  # noqa: BLE001, PERF203  # a batch that cannot be decoded: whose was it?
                 self._die(rank, RemoteProtocolError(f"a frame cannot be used: {type(error).__name__}: {error}"))
                 return
 
@@ -381,7 +381,8 @@ class Session:
         try:
             failed, value = decode_reply(frame)
         except BaseException as error:  # noqa: BLE001  # the value's own code ran; its caller gets what it raised
-            fault = RemoteCallError(f"the reply cannot be decoded: {type(error).__name__}: {error}", type(error).__name__)
+            kind = type(error).__name__
+            fault = RemoteCallError(f"the reply cannot be decoded: {kind}: {error}", kind)
             fault.__cause__ = error
             failed, value = True, fault
         if failed:

@@ -177,16 +177,19 @@ class Handshake:
         if rank not in self._waiting:
             return
         if not link.channel.ended:
-            for frame in link.channel.receive():
-                self._take(link, frame)
-            if link.channel.ended:
-                selector.unregister(link.channel.fileno())
+            self._read(selector, link)
         if rank not in self._waiting:
             selector.unregister(link.handle.sentinel)
         elif link.channel.fault is not None:
             self._fail(link, f"sent something unintelligible: {link.channel.fault}", link.channel.fault)
         elif what == "sentinel":
             self._fail(link, self._exit_text(link), None)
+
+    def _read(self, selector: selectors.BaseSelector, link: EngineLink) -> None:
+        for frame in link.channel.receive():
+            self._take(link, frame)
+        if link.channel.ended:
+            selector.unregister(link.channel.fileno())
 
     def _take(self, link: EngineLink, frame: Frame) -> None:
         """Move one engine along; a message that does not fit ends its start."""
@@ -232,8 +235,11 @@ class Handshake:
         parts = [f"ended with {exit_name(code)} while {link.phase}, before it was ready"]
         if code == -9:
             parts.append(memory_hint())
-        if link.handle.start_hint and link.phase == STARTING:
-            parts.append(link.handle.start_hint)
+        if self._options.start_method in ("spawn", "forkserver") and link.phase == STARTING:
+            parts.append(
+                f"the start method {self._options.start_method!r} imports the main script again in the engine: guard "
+                'what it does with `if __name__ == "__main__":`, or use the default start method'
+            )
         stacks = link.read_stacks()
         if stacks:
             parts.append(f"Python stacks of the engine:\n{stacks.rstrip()}")
@@ -257,7 +263,7 @@ class Handshake:
         limit = self._deadline.timeout
         stuck = ", ".join(f"{link.title} while {link.phase}" for _, link in sorted(self._waiting.items()))
         return HandshakeTimeout(
-            f"Timed out waiting for engine core processes to start: waited {limit:g} s (the limit for the whole start), "
-            f"stuck: {stuck}. This is often caused by slow weight loading for large models. To raise the limit, set "
-            "VLLM_ENGINE_READY_TIMEOUT_S=<seconds> or ClientOptions(ready_timeout=<seconds>)."
+            f"Timed out waiting for engine core processes to start: waited {limit:g} s (the limit for the whole "
+            f"start), stuck: {stuck}. This is often caused by slow weight loading for large models. To raise the "
+            "limit, set VLLM_ENGINE_READY_TIMEOUT_S=<seconds> or ClientOptions(ready_timeout=<seconds>)."
         )

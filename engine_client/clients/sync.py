@@ -101,24 +101,25 @@ class SyncMPClient(SyncUtilities, MPClient):
             timeout: seconds; None waits until the engine answers or ends.
 
         Raises:
-            Exception: whatever the utility raised, with the engine's traceback; AttributeError: there is no such utility.
+            Exception: whatever the utility raised, with the engine's traceback.
+            AttributeError: there is no such utility.
             TimeoutError: no answer in time; a later one is dropped.
             EngineDeadError: the engine is dead.
         """
         check_timeout(timeout)
-        call_id = None
+        call_id = 0
         try:
             call_id, future = self._session.call(method, args)
-            return future.result(timeout)
-        except FutureTimeoutError:  # the builtin one only since 3.11
-            if not future.done():
+            try:
+                return future.result(timeout)
+            except FutureTimeoutError:  # the builtin one only since 3.11
+                if future.done():
+                    raise
                 raise TimeoutError(f"the utility {method!r} did not answer within {timeout:g} s") from None
-            raise
         except Exception:
             raise
         except BaseException:  # as in add_request
             self._session.interrupted()
             raise
         finally:
-            if call_id is not None:
-                self._session.calls.discard(call_id)
+            self._session.calls.discard(call_id)

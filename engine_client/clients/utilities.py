@@ -40,7 +40,7 @@ class SyncUtilities:
         self.call_utility("reset_mm_cache")
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget cached prefixes; return whether that was possible (it is not while requests run, unless they are reset)."""
+        """Forget cached prefixes; return whether that was possible: not while requests run, unless they are reset."""
         return cast("bool", self.call_utility("reset_prefix_cache", reset_running_requests, reset_connector))
 
     def reset_encoder_cache(self) -> None:
@@ -90,7 +90,7 @@ class SyncUtilities:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of every worker, by name, or a callable that gets the worker first; return one result per worker."""
+        """Call a method of every worker, or a callable that gets the worker first; return one result per worker."""
         return cast("list[Any]", self.call_utility("collective_rpc", method, timeout, args, kwargs))
 
     def pause_scheduler(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:

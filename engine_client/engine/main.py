@@ -51,7 +51,9 @@ _LAST_WORDS_TIMEOUT: Final = 1.0
 """Seconds for the cause of a death to leave; the client waits about as long for the process to end."""
 
 
-def build_engine(vllm_config: Any, executor_class: Callable[..., Any], log_stats: bool, context: EngineContext) -> EngineCore:
+def build_engine(
+    vllm_config: Any, executor_class: Callable[..., Any], log_stats: bool, context: EngineContext
+) -> EngineCore:
     """Build this library's own engine core; the default ``ClientOptions.engine_target``."""
     from engine_client.engine.core import EngineCore as OwnEngineCore  # noqa: PLC0415  # another target never loads it
     from engine_client.engine.executor import progress_to  # noqa: PLC0415  # as above

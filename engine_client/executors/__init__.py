@@ -1,1 +1,1 @@
-
+"""Models: executors that an engine can run."""

@@ -1,1 +1,1 @@
-
+"""Other servers on this library's transport."""

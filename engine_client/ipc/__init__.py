@@ -1,1 +1,1 @@
-
+"""Descriptors, shared memory, processes and the one thread; no rule of the engine's business."""

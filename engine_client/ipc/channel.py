@@ -15,8 +15,9 @@ channel for good).
 
 Threads: ``send`` and ``flush`` from any thread; ``receive`` from one thread at a time.  The lock is held for
 non-blocking system calls only; it is re-entrant, because a signal handler or a finalizer may send on a thread that is
-inside ``send``: then the inner frame only joins the backlog, and the outer call writes it.  Signals: an exception raised by a signal handler between two bytecodes never loses the
-count of bytes written, because the count is derived from a list that ``list.extend`` fills in one C call.
+inside ``send``: then the inner frame only joins the backlog, and the outer call writes it.  Signals: an exception
+raised by a signal handler between two bytecodes never loses the count of bytes written, because the count is derived
+from a list that ``list.extend`` fills in one C call.
 """
 
 from __future__ import annotations
@@ -283,8 +284,8 @@ class Channel:
         inline = iter(raw.inline)
         buffers: list[memoryview] = []
         try:
-            for segment in raw.segments:
-                buffers.append(next(inline) if segment.offset < 0 else self._lease(segment))
+            for segment in raw.segments:  # not a comprehension: what was leased before a failure must be known
+                buffers.append(next(inline) if segment.offset < 0 else self._lease(segment))  # noqa: PERF401
         except (RemoteProtocolError, OSError, MemoryError) as error:
             if self._arena_reader is not None:
                 for segment in raw.segments[len(buffers) :]:

@@ -122,7 +122,7 @@ def encode_outputs(
         The frame (None when nothing is left to say), and the ids of the requests that these outputs finish.
 
     Raises:
-        SerializationError, TypeError, ...: a value in an output cannot be pickled; see ``BusyLoop`` for what then happens.
+        SerializationError, TypeError, ...: a value in an output cannot be pickled.
     """
     builder = _Builder(keys, silent)
     builder.add(outputs.outputs)

@@ -22,7 +22,6 @@ from dataclasses import MISSING, dataclass, field, fields
 from operator import attrgetter, is_not
 from typing import Any, Final, NamedTuple
 
-from engine_client.interfaces import Buffer
 from engine_client.messages import EngineCoreReadyResponse, EngineCoreRequest
 from engine_client.protocol.codec import Payload, dumps, loads
 from engine_client.protocol.framing import Flag, Kind
@@ -66,7 +65,7 @@ class Frame(NamedTuple):
     kind: int
     flags: int
     ref: int
-    header: Buffer
+    header: bytes | memoryview
     buffers: Sequence[memoryview] = ()
     error: BaseException | None = None
 
@@ -76,7 +75,7 @@ class Init:
     """Everything an engine process needs to become an engine.
 
     Args:
-        token: random, per client instance; READY repeats it, so that an engine of another client is not mistaken for ours.
+        token: random, per client instance; READY repeats it, so that another client's engine is not mistaken for ours.
         rank: data-parallel rank.
         target: ``"module:function"`` that builds the engine.
         sys_path, argv: of the client's interpreter, so that modules beside the user's script are found.
@@ -119,14 +118,14 @@ def encode_init(init: Init) -> Frame:
     """Encode the client's answer to HELLO."""
     inner = init.payload
     outer = (init.token, init.rank, init.target, init.sys_path, init.argv, init.main, init.options)
-    frame = _frame(Kind.INIT, dumps((outer, inner.header, list(inner.buffers), inner.needs_main)))
-    return frame
+    return _frame(Kind.INIT, dumps((outer, inner.header, list(inner.buffers), inner.needs_main)))
 
 
 def decode_init(frame: Frame) -> Init:
     """Decode INIT; its ``payload`` stays pickled."""
     outer, header, buffers, needs_main = _load(frame)
-    return Init(*outer, payload=Payload(header, buffers, needs_main))
+    token, rank, target, sys_path, argv, main, options = outer
+    return Init(token, rank, target, sys_path, argv, main, options, Payload(header, buffers, needs_main))
 
 
 def encode_status(phase: str, done: int, total: int) -> Frame:
