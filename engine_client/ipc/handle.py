@@ -73,8 +73,7 @@ class ChildHandle:
         self._ended = False
         self._code: int | None = None
         self._reaped = False
-        self._is_pidfd = fallback is None
-        self._sentinel = _watch(pid) if fallback is None else fallback
+        self._is_pidfd, self._sentinel = _watch(pid) if fallback is None else (False, fallback)
 
     @property
     def sentinel(self) -> int:
@@ -205,11 +204,11 @@ class ChildHandle:
         return f"<{type(self).__name__} {self.name} pid={self.pid} {state}>"
 
 
-def _watch(pid: int) -> int:
-    """Open a pidfd; for a process that somebody reaped already, a descriptor that is readable from the start."""
+def _watch(pid: int) -> tuple[bool, int]:
+    """Open a pidfd; for a process that somebody reaped already, a pipe that is readable from the start."""
     try:
-        return os.pidfd_open(pid)
+        return True, os.pidfd_open(pid)
     except ProcessLookupError:
         read_end, write_end = os.pipe()
         os.close(write_end)
-        return read_end
+        return False, read_end

@@ -89,6 +89,8 @@ class Child:
     def close(self) -> None:
         self.handle.kill()
         self.handle.join(10)
+        with suppress(ProcessLookupError):  # the child is a zombie, or its group lives on, or the test has cleaned up
+            os.killpg(self.handle.pid, signal.SIGKILL)
         self.handle.reap()
         self.handle.close()
         self.ends.close()
