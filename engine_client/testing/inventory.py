@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,12 +72,11 @@ def _read_stat(pid: int) -> _Stat | None:
     return _Stat(ProcessKey(pid, int(values[19])), int(values[1]), values[0])
 
 
-def _all_stats() -> Iterator[_Stat]:
-    with suppress(OSError):  # no /proc here: no process is seen
-        for name in os.listdir(_PROC):
-            stat = _read_stat(int(name)) if name.isdecimal() else None
-            if stat is not None:
-                yield stat
+def _all_pids() -> set[int]:
+    try:
+        return {int(name) for name in os.listdir(_PROC) if name.isdecimal()}
+    except OSError:  # no /proc here: no process is seen
+        return set()
 
 
 def _has_mark(pid: int, mark: bytes) -> bool:
@@ -109,29 +108,45 @@ def is_running(key: ProcessKey) -> bool:
     return key_of(key.pid) == key
 
 
-def marked_processes(mark: str) -> set[ProcessKey]:
-    """Return the other processes whose environment, as they were started with it, holds ``mark``."""
-    ignored = {os.getpid(), *_multiprocessing_daemons()[0]}
-    return {key for key, _, _ in _all_stats() if key.pid not in ignored and _has_mark(key.pid, mark.encode())}
+def marked_processes(mark: str, besides: Collection[int] = ()) -> set[ProcessKey]:
+    """Return the other processes whose environment, as they were started with it, holds ``mark``.
+
+    Args:
+        mark: text that occurs nowhere else.
+        besides: pids that need not be looked at.
+    """
+    ignored = {os.getpid(), *_multiprocessing_daemons()[0], *besides}
+    keys = {key_of(pid) for pid in _all_pids() - ignored if _has_mark(pid, mark.encode())}
+    return {key for key in keys if key is not None}
 
 
 def descendants() -> set[ProcessKey]:
     """Return the children of this process and theirs, zombies too."""
     ignored, _ = _multiprocessing_daemons()
-    stats = {stat.key.pid: stat for stat in _all_stats()}
-    own = os.getpid()
-    return {stat.key for pid, stat in stats.items() if pid not in ignored and own in _ancestors(stat, stats)}
-
-
-def _ancestors(stat: _Stat, stats: dict[int, _Stat]) -> list[int]:
-    """Return the pids above a process, nearest first; ``stats`` were read one by one, so there may be a circle."""
-    found: list[int] = []
-    while stat.parent not in found:
-        found.append(stat.parent)
-        if stat.parent not in stats:
-            break
-        stat = stats[stat.parent]
+    children = _listed_children if (_PROC / "thread-self" / "children").exists() else _searched_children
+    found: set[ProcessKey] = set()
+    waiting = [os.getpid()]
+    while waiting:
+        for pid in children(waiting.pop()) - ignored:
+            key = key_of(pid)
+            if key is not None and key not in found:  # numbers may change hands while they are read
+                found.add(key)
+                waiting.append(pid)
     return found
+
+
+def _listed_children(parent: int) -> set[int]:
+    found: set[int] = set()
+    for thread_list in _PROC.glob(f"{parent}/task/*/children"):
+        with suppress(OSError):  # the thread ended meanwhile, and its children have another parent
+            found.update(map(int, thread_list.read_text().split()))
+    return found
+
+
+def _searched_children(parent: int) -> set[int]:
+    """Do the same where the kernel keeps no lists: look at every process."""
+    stats = map(_read_stat, _all_pids())
+    return {stat.key.pid for stat in stats if stat is not None and stat.parent == parent}
 
 
 def describe_process(key: ProcessKey) -> str:
@@ -188,12 +203,9 @@ def _names() -> set[str]:
 
 @dataclass(frozen=True)
 class Inventory:
-    """A snapshot; see the module.
+    """A snapshot; see the module."""
 
-    Args:
-        mark: text in the environment of the processes that this process started.
-    """
-
+    pids: frozenset[int]  # of every process on this machine
     processes: frozenset[ProcessKey]
     threads: frozenset[threading.Thread]
     descriptors: frozenset[tuple[int, str]]
@@ -201,10 +213,17 @@ class Inventory:
     names: frozenset[str]
 
     @classmethod
-    def take(cls, mark: str = "") -> Inventory:
-        """Look around now."""
+    def take(cls, mark: str = "", before: Inventory | None = None) -> Inventory:
+        """Look around now.
+
+        Args:
+            mark: text in the environment of the processes that this process started since then.
+            before: the earlier snapshot; without one there is nobody yet who could have the mark.
+        """
+        marked = marked_processes(mark, before.pids) if mark and before else set()
         return cls(
-            processes=frozenset(descendants() | (marked_processes(mark) if mark else set())),
+            pids=frozenset(_all_pids()),
+            processes=frozenset(descendants() | marked),
             threads=frozenset(threading.enumerate()),
             descriptors=frozenset(_descriptors().items()),
             mappings=frozenset(_mappings()),

@@ -90,7 +90,7 @@ class LeakGuard:
     def __enter__(self) -> LeakGuard:
         self._outer = os.environ.get(_MARK)
         os.environ[_MARK] = f"{self._outer or ''},{self._token}"
-        self._before = Inventory.take(self._token)
+        self._before = Inventory.take()
         return self
 
     def __exit__(
@@ -108,7 +108,7 @@ class LeakGuard:
     def leaks(self) -> list[str]:
         """Say what is left at this moment, one line for each."""
         assert self._before is not None, "the guard was not entered"
-        return Inventory.take(self._token).added_since(self._before)
+        return Inventory.take(self._token, self._before).added_since(self._before)
 
     def check(self) -> None:
         """Wait until nothing is left.
@@ -137,7 +137,7 @@ class LeakGuard:
 
     def _new_processes(self) -> list[ProcessKey]:
         assert self._before is not None, "the guard was not entered"
-        return sorted(Inventory.take(self._token).processes - self._before.processes)
+        return sorted(Inventory.take(self._token, self._before).processes - self._before.processes)
 
     def _stacks(self) -> str:
         """Return the stacks of this process's threads, and of those leftover processes that can be asked."""

@@ -30,8 +30,8 @@ SLEEPER = [sys.executable, "-c", "input()"]
 
 def test_nothing_added():
     """Two snapshots of an idle process are equal."""
-    before = Inventory.take("no-such-mark")
-    assert Inventory.take("no-such-mark").added_since(before) == []
+    before = Inventory.take()
+    assert Inventory.take("no-such-mark", before).added_since(before) == []
 
 
 def test_child_process():
@@ -137,7 +137,7 @@ def test_machine_without_proc(tmp_path, monkeypatch):
     """Without /proc and /dev/shm, threads and descriptors are still seen."""
     monkeypatch.setattr(inventory, "_PROC", tmp_path / "none")
     monkeypatch.setattr(inventory, "_SHM", tmp_path / "none")
-    before = Inventory.take("mark")
+    before = Inventory.take("mark", Inventory.take())
     assert before.processes == before.mappings == before.names == frozenset()
     fds = os.pipe()
     assert len(Inventory.take().added_since(before)) == 2
@@ -167,12 +167,26 @@ def test_process_that_ends_while_it_is_described(monkeypatch, tmp_path):
     assert describe_process(ProcessKey(7, 99)) == "process 7, child of 1, state S: (no command)"
 
 
-def test_ancestors_in_a_circle(monkeypatch, tmp_path):
-    """A process list that was read while numbers changed hands does not make the search run in circles."""
+def test_children_without_lists(monkeypatch, tmp_path):
+    """Where the kernel keeps no lists of children, they are searched for; a circle in what is read is no trap."""
+    own = os.getpid()
     monkeypatch.setattr(inventory, "_PROC", tmp_path)
-    for pid, parent in ((7, 8), (8, 7)):
+    for pid, parent in ((7, own), (8, 7), (9, 1), (own, 8)):
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "stat").write_text(f"{pid} (x) S {parent} " + " ".join(["0"] * 17) + " 99 0")
+    (tmp_path / "10").mkdir()
+    (tmp_path / "not-a-process").mkdir()
+    assert {key.pid for key in descendants()} == {7, 8, own}
+
+
+def test_child_that_ends_while_it_is_looked_for(monkeypatch, tmp_path):
+    """A child that is gone, or whose thread is, when its turn comes is no child."""
+    monkeypatch.setattr(inventory, "_PROC", tmp_path)
+    (tmp_path / "thread-self").mkdir()
+    (tmp_path / "thread-self" / "children").touch()
+    (tmp_path / str(os.getpid()) / "task" / "1").mkdir(parents=True)
+    (tmp_path / str(os.getpid()) / "task" / "1" / "children").write_text("7 ")
+    (tmp_path / str(os.getpid()) / "task" / "2" / "children").mkdir(parents=True)
     assert descendants() == set()
 
 

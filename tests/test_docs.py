@@ -1,0 +1,194 @@
+"""What README.md and docs/ show, runs.
+
+Of every page, the blocks run in order in one empty directory (see CONTRIBUTING.md):
+
+- ``python``: a script, in a file of its own; the name may be given by ``<!-- file: name.py -->`` above the block;
+- ``console``: lines after ``$`` are run by bash; what stands below each is its output, where ``...`` matches anything;
+- ``bash``: a script;
+- ``text`` right after ``<!-- output -->``: what the block before it printed, ``...`` as above;
+- anything else (``sh``, ``ini``, …) is only read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from engine_client.testing.leaks import LeakGuard
+from helpers.procs import script_environment
+from helpers.timing import DEADLOCK
+
+ROOT = Path(__file__).parent.parent
+PAGES = [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if page.exists()]
+
+_BLOCK = re.compile(
+    r"(?:^<!-- (?P<note>[^\n]*) -->\n+)?^```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block, the note above it, and the line where it starts."""
+
+    language: str
+    text: str
+    note: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.language}-{self.line}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(m["language"], m["text"], m["note"] or "", text.count("\n", 0, m.start("language")) + 1)
+        for m in _BLOCK.finditer(text)
+    ]
+
+
+def matches(expected: str, actual: str) -> bool:
+    """Tell whether the output is as shown; ``...`` stands for any text, spaces at line ends do not count."""
+    lines = "\n".join(line.rstrip() for line in actual.strip().splitlines())
+    parts = [re.escape(part) for part in expected.strip().split("...")]
+    return re.fullmatch(".*?".join(parts), lines, re.DOTALL) is not None
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return an environment in which ``python`` and ``engine-client`` are those that are tested."""
+    tools = folder / ".bin"
+    tools.mkdir(exist_ok=True)
+    shim = tools / "engine-client"
+    shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m engine_client "$@"\n')
+    shim.chmod(0o755)
+    path = os.pathsep.join([str(Path(sys.executable).parent), str(tools), os.environ["PATH"]])
+    return script_environment(PATH=path, HOME=str(folder), TERM="dumb", COLUMNS="100")
+
+
+def run(command: list[str], folder: Path, where: str) -> str:
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(folder),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=2 * DEADLOCK,
+        check=False,
+    )
+    assert done.returncode == 0, f"{where} ended with {done.returncode}:\n{done.stdout}"
+    return done.stdout
+
+
+def run_console(block: Block, folder: Path, where: str) -> None:
+    """Run each command and compare what it prints with what stands below it."""
+    for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+        command, expected = take_command(part)
+        output = run(["bash", "-euc", command], folder, f"{where}: {command}")
+        assert not expected.strip() or matches(expected, output), f"{where}: {command} printed:\n{output}"
+
+
+def take_command(part: str) -> tuple[str, str]:
+    """Split a command, which goes on after a backslash or in a here-document, from its output."""
+    lines = part.splitlines(keepends=True)
+    count = 1
+    while lines[count - 1].endswith("\\\n") and count < len(lines):
+        count += 1
+    here = re.search(r"<<\s*'?(\w+)'?", lines[0])
+    if here:
+        count = next(i for i, line in enumerate(lines) if line.strip() == here[1]) + 1
+    return "".join(lines[:count]), "".join(lines[count:])
+
+
+def run_block(block: Block, folder: Path, where: str, before: str) -> str:
+    """Run a block; return what it printed."""
+    if block.language == "python":
+        name = block.note.partition("file:")[2].strip() or f"block_{block.line}.py"
+        (folder / name).write_text(block.text, encoding="utf-8")
+        return run([sys.executable, name], folder, where)
+    if block.language == "bash":
+        return run(["bash", "-euc", block.text], folder, where)
+    if block.language == "console":
+        run_console(block, folder, where)
+    elif block.language == "text" and block.note == "output":
+        assert matches(block.text, before), f"{where}: the block above printed:\n{before}"
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page(page: Path, tmp_path: Path):
+    """Every block runs, prints what the page says it prints, and leaves nothing running."""
+    output = ""
+    for block in blocks_of(page):
+        with LeakGuard():
+            output = run_block(block, tmp_path, f"{page.name}:{block.line}", output)
+
+
+def test_pages_are_found():
+    """There is a README, and it shows code and commands."""
+    languages = {block.language for page in PAGES for block in blocks_of(page)}
+    assert {"python", "console"} <= languages
+
+
+def test_a_wrong_page_is_noticed(tmp_path):
+    """A block that fails, or prints something else, fails the test (the test of the test)."""
+    page = tmp_path / "page.md"
+    page.write_text(
+        textwrap.dedent("""
+            Text.
+
+            <!-- file: first.py -->
+            ```python
+            print("one")
+            ```
+
+            <!-- output -->
+            ```text
+            o...e
+            ```
+
+            ```console
+            $ python first.py && \\
+              echo two
+            one
+            two
+            $ cat <<'END'
+            x
+            END
+            $ engine-client --help
+            usage...
+            ```
+
+            ```bash
+            echo three >file
+            ```
+
+            ```sh
+            exit 1
+            ```
+        """)
+    )
+    blocks = blocks_of(page)
+    assert [str(block) for block in blocks] == ["python-5", "text-10", "console-14", "bash-26", "sh-30"]
+    output = ""
+    for block in blocks:
+        output = run_block(block, tmp_path, "page", output)
+    assert (tmp_path / "file").read_text() == "three\n"
+    for language, text, note in (
+        ("python", "1 / 0", ""),
+        ("bash", "false; true", ""),
+        ("console", "$ echo a\nb\n", ""),
+        ("text", "b", "output"),
+    ):
+        with pytest.raises(AssertionError, match="page"):
+            run_block(Block(language, text, note, 1), tmp_path, "page", "a")
