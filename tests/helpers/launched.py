@@ -162,7 +162,7 @@ def description(fds: EngineFds, launcher_pid: int) -> dict[str, Any]:
         "xoptions": sys._xoptions,
         "path": sys.path,
         "argv": sys.argv,
-        "cwd": os.getcwd() if Path("/proc/self/cwd").exists() else None,
+        "cwd": os.readlink("/proc/self/cwd"),
         "package": engine_client.__file__,
         "fds": open_fds,
         "ours": list(fds),
