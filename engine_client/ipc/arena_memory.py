@@ -38,6 +38,8 @@ _Names = tuple[str, str, tuple[str, ...]]
 _V2: Final[_Names] = ("memory.current", "inactive_file", ("memory.max", "memory.high"))
 _V1: Final[_Names] = ("memory.usage_in_bytes", "total_inactive_file", ("memory.limit_in_bytes",))
 """Of each cgroup version: bytes in use, the part of them that the kernel gives back on demand, the limits."""
+_UNLIMITED: Final = 1 << 60
+"""Version 1 says no limit by a number that is about the largest there is."""
 
 
 def create_memory(name: str) -> int:
@@ -156,9 +158,9 @@ def _cgroup_rooms(proc: str, cgroups: str) -> Iterator[int]:
 
 
 def _group_room(directory: str, usage_name: str, reclaimable_name: str, limit_names: tuple[str, ...]) -> Iterator[int]:
-    limits = [int(text) for name in limit_names if (text := _read(f"{directory}/{name}").strip()).isdigit()]
-    usage = _read(f"{directory}/{usage_name}").strip()
-    if limits and usage.isdigit():
+    texts = [_read(f"{directory}/{name}").strip() for name in limit_names]
+    limits = [int(text) for text in texts if text.isdigit() and int(text) < _UNLIMITED]
+    if limits and (usage := _read(f"{directory}/{usage_name}").strip()).isdigit():
         yield min(limits) - int(usage) + _reclaimable(directory, reclaimable_name)
 
 
@@ -172,7 +174,7 @@ def _reclaimable(directory: str, name: str) -> int:
 
 def _read(path: str) -> str:
     try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read()
+        with open(path, "rb", buffering=0) as file:  # a third of the time of reading text
+            return file.read().decode("ascii", "replace")
     except OSError:
         return ""  # safe because a limit that cannot be read is one that we do not know

@@ -1,0 +1,120 @@
+"""The memory behind an arena as its writer sees it: a file that grows in place, its mapping, and the blocks in it.
+
+The file becomes longer in few, large steps, and is mapped anew at each; of that length only what blocks need exists as
+memory.  Old mappings stay as long as anything refers to them; all of them show the same pages.  (Mapping chunk by chunk
+instead would keep blocks from growing together across chunks.)
+
+Invariants: nothing is touched before it was reserved, so there is no SIGBUS; I5 (one owner per block).
+
+Threads: called under the lock of the ``ArenaWriter`` that owns it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Final
+
+from engine_client.ipc.arena_blocks import PAGE, FreeBlocks, size_class, whole_pages
+from engine_client.ipc.arena_memory import memory_room, reserve
+from engine_client.ipc.arena_table import TABLE_SIZE, Table, map_memory, prefault
+
+__all__ = ["ArenaRoom", "Block"]
+
+_STEP: Final = 1 << 20
+"""Least number of bytes by which memory grows: first to ask how much there is costs 0.1 ms."""
+_FIRST_MAPPING: Final = 256 << 20
+_MAPPING_FACTOR: Final = 4
+"""Address space is cheap, but a new mapping must learn all pages again: 8 GiB are reached in four mappings."""
+
+
+class Block:
+    """A live block; free again when nobody holds it: publications, a copy under way, a local allocation."""
+
+    __slots__ = ("holders", "offset", "size")
+
+    def __init__(self, offset: int, size: int) -> None:
+        self.offset = offset
+        self.size = size
+        self.holders = 1  # its maker
+
+
+class ArenaRoom:
+    """Owns the descriptor, the table, the mapping and the blocks; nothing is made before the first ``take``."""
+
+    def __init__(self, fd: int, limit: int) -> None:
+        self.table: Table | None = None
+        self.mapping: mmap.mmap | None = None
+        self.blocks = FreeBlocks()
+        self.limit = limit - limit % PAGE
+        self._fd = fd
+
+    @property
+    def is_closed(self) -> bool:
+        """Tell whether ``close`` was called."""
+        return self._fd < 0
+
+    def take(self, nbytes: int) -> Block | None:
+        """Return a new block, held by its maker; None if there is no room for it."""
+        if self.is_closed:
+            return None
+        # The rounded size fits freed blocks better; just below the limit the exact one may be all there is.
+        for size in sorted({size_class(nbytes), whole_pages(nbytes)}, reverse=True):
+            start = self.blocks.take(size)
+            if start is None and self._grow(size):
+                start = self.blocks.take(size)
+            if start is not None:
+                return Block(TABLE_SIZE + start, size)
+        return None
+
+    def drop(self, block: Block) -> None:
+        """Let one holder of a block go."""
+        block.holders -= 1
+        if not block.holders and not self.is_closed:
+            self.blocks.give(block.offset - TABLE_SIZE, block.size)
+
+    def close(self) -> None:
+        """Let go of the memory and the descriptor; idempotent.  Views of the mapping keep it."""
+        self.table = self.mapping = None
+        self.blocks = FreeBlocks()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _grow(self, size: int) -> bool:
+        """Make room for a block of ``size``; return whether there is now."""
+        missing = self.blocks.missing(size)
+        end = TABLE_SIZE + self.blocks.capacity
+        step = min(max(missing, _STEP), self.limit - self.blocks.capacity)
+        if step < missing:
+            return False
+        try:
+            if memory_room(self._fd) < step + TABLE_SIZE:
+                return False
+            if self.table is None:
+                for _ in reserve(self._fd, 0, TABLE_SIZE):
+                    pass
+                self.table = Table(self._fd)
+            mapping = self._mapping_of(end + step)
+            for reserved in reserve(self._fd, end, end + step):
+                prefault(mapping, TABLE_SIZE + self.blocks.capacity, reserved, write=True)
+                self.blocks.extend(reserved - TABLE_SIZE)
+        except (OSError, MemoryError):
+            return False  # safe because the pipe takes it; what was reserved before the failure is used later
+        return True
+
+    def _mapping_of(self, size: int) -> mmap.mmap:
+        """Return a mapping of at least ``size`` bytes."""
+        mapped = 0 if self.mapping is None else len(self.mapping)
+        if self.mapping is None or mapped < size:
+            generous = min(max(_FIRST_MAPPING, mapped * _MAPPING_FACTOR, size), TABLE_SIZE + self.limit)
+            try:
+                self.mapping = self._mapping_anew(generous)
+            except (OSError, MemoryError):  # a limit of file sizes or of address space: do with less
+                self.mapping = self._mapping_anew(size)
+        return self.mapping
+
+    def _mapping_anew(self, size: int) -> mmap.mmap:
+        if os.fstat(self._fd).st_size < size:
+            os.ftruncate(self._fd, size)
+        return map_memory(self._fd, size)
