@@ -7,12 +7,15 @@ Of every page, the blocks run in order in one empty directory (see CONTRIBUTING.
 - ``bash``: a script;
 - ``text`` right after ``<!-- output -->``: what the block before it printed, ``...`` as above;
 - anything else (``sh``, ``ini``, …) is only read.
+
+A block under ``<!-- in a clone -->`` is run by itself, in a copy of the project, as on a fresh machine: it may install.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -27,6 +30,8 @@ from helpers.timing import DEADLOCK
 
 ROOT = Path(__file__).parent.parent
 PAGES = [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if page.exists()]
+
+IN_A_CLONE = "in a clone"
 
 _BLOCK = re.compile(
     r"(?:^<!-- (?P<note>[^\n]*) -->\n+)?^```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
@@ -54,6 +59,9 @@ def blocks_of(page: Path) -> list[Block]:
     ]
 
 
+CLONED = [(page, block) for page in PAGES for block in blocks_of(page) if block.note == IN_A_CLONE]
+
+
 def matches(expected: str, actual: str) -> bool:
     """Tell whether the output is as shown; ``...`` stands for any text, spaces at line ends do not count."""
     lines = "\n".join(line.rstrip() for line in actual.strip().splitlines())
@@ -72,16 +80,27 @@ def environment(folder: Path) -> dict[str, str]:
     return script_environment(PATH=path, HOME=str(folder), TERM="dumb", COLUMNS="100")
 
 
-def run(command: list[str], folder: Path, where: str) -> str:
+def bare_environment(folder: Path) -> dict[str, str]:
+    """Return an environment that knows nothing of this project."""
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COVERAGE", "TOX"))
+    }
+    tools = str(Path(sys.executable).parent)
+    path = [entry for entry in os.environ["PATH"].split(os.pathsep) if entry != tools]
+    base = str(Path(sys.executable).resolve().parent)  # the interpreter that a virtual environment was made of
+    return {**variables, "PATH": os.pathsep.join([base, *path]), "HOME": str(folder)}
+
+
+def run(command: list[str], folder: Path, where: str, *, bare: bool = False) -> str:
     done = subprocess.run(
         command,
         cwd=folder,
-        env=environment(folder),
+        env=bare_environment(folder) if bare else environment(folder),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=2 * DEADLOCK,
+        timeout=10 * DEADLOCK if bare else 2 * DEADLOCK,
         check=False,
     )
     assert done.returncode == 0, f"{where} ended with {done.returncode}:\n{done.stdout}"
@@ -108,14 +127,14 @@ def take_command(part: str) -> tuple[str, str]:
     return "".join(lines[:count]), "".join(lines[count:])
 
 
-def run_block(block: Block, folder: Path, where: str, before: str) -> str:
+def run_block(block: Block, folder: Path, where: str, before: str, *, bare: bool = False) -> str:
     """Run a block; return what it printed."""
     if block.language == "python":
         name = block.note.partition("file:")[2].strip() or f"block_{block.line}.py"
         (folder / name).write_text(block.text, encoding="utf-8")
         return run([sys.executable, name], folder, where)
     if block.language == "bash":
-        return run(["bash", "-euc", block.text], folder, where)
+        return run(["bash", "-euc", block.text], folder, where, bare=bare)
     if block.language == "console":
         run_console(block, folder, where)
     elif block.language == "text" and block.note == "output":
@@ -130,8 +149,20 @@ def test_page(page: Path, tmp_path: Path):
     """Every block runs, prints what the page says it prints, and leaves nothing running."""
     output = ""
     for block in blocks_of(page):
-        with LeakGuard():
-            output = run_block(block, tmp_path, f"{page.name}:{block.line}", output)
+        if block.note != IN_A_CLONE:
+            with LeakGuard():
+                output = run_block(block, tmp_path, f"{page.name}:{block.line}", output)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("page", "block"), CLONED, ids=str)
+def test_block_in_a_clone(page: Path, block: Block, tmp_path: Path):
+    """What a newcomer does first, from installation on, works in a copy of the project and nothing else."""
+    clone = tmp_path / "engine_client"
+    shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__"))
+    run_block(block, clone, f"{page.name}:{block.line}", "", bare=True)
 
 
 def test_pages_are_found():

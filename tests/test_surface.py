@@ -24,16 +24,12 @@ SURFACE = json.loads((Path(__file__).parent / "data" / "surface.json").read_text
 LATER = ("AsyncMPClient", "DPAsyncMPClient", "DPLBAsyncMPClient")
 """Classes of the reference that belong to asyncio and data parallel; the factories refuse them in a sentence."""
 
-ENGINE_LATER = frozenset({"get_kv_cache_group_metadata", "log_error_detail", "log_iteration_details"})
-"""Methods of the reference's engine core that speak of its own parts: groups of KV cache tensors, its log lines."""
-
 CLASSES = {**SURFACE["clients"], **SURFACE["engine"]}
 PRESENT = [name for name in CLASSES if name not in LATER]
 METHODS = [
     pytest.param(class_name, name, facts, id=f"{class_name}.{name}")
     for class_name in PRESENT
     for name, facts in CLASSES[class_name]["methods"].items()
-    if not (class_name == "EngineCore" and name in ENGINE_LATER)
 ]
 
 
