@@ -36,7 +36,7 @@ from engine_client.ipc.status_page import StatusWriter
 from engine_client.ipc.wakeup import Wakeup
 from engine_client.messages import EngineCoreOutputs
 from engine_client.protocol.framing import Flag, Kind
-from engine_client.protocol.wire import PING, Frame, decode_abort, decode_add, decode_text, decode_utility
+from engine_client.protocol.wire import PING, Frame, decode_add, decode_utility
 
 __all__ = ["BusyLoop", "LoopState"]
 
@@ -171,7 +171,7 @@ class BusyLoop:
             if not front_end.gone:
                 for frame in front_end.receive():
                     if frame.kind == Kind.ABORT:
-                        self._engine.abort_requests(front_end.abort(decode_abort(frame)))
+                        self._engine.abort_requests(front_end.abort(frame))
 
     def _drop(self, front_end: FrontEnd) -> None:
         """Let go of a front-end that left or does not read; the engine ends with its last one."""
@@ -184,11 +184,11 @@ class BusyLoop:
         if frame.kind == Kind.ADD:
             self._add(front_end, frame)
         elif frame.kind == Kind.ABORT:
-            self._engine.abort_requests(front_end.abort(decode_abort(frame)))
+            self._engine.abort_requests(front_end.abort(frame))
         elif frame.kind == Kind.UTILITY:
             self._call(front_end, frame)
         elif frame.kind == Kind.SHUTDOWN:
-            self.request_shutdown(str(decode_text(frame)))
+            self.request_shutdown("its client asked")
         else:
             front_end.log.warning("a %s message is not for an engine; ignored", Kind(frame.kind).name)
 

@@ -21,7 +21,7 @@ from engine_client.ipc.channel import Channel
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from engine_client.protocol.batch import encode_outputs
 from engine_client.protocol.framing import Kind
-from engine_client.protocol.wire import Frame, encode_dead, encode_reply, encode_text
+from engine_client.protocol.wire import Frame, decode_abort, encode_dead, encode_reply, encode_text
 
 __all__ = ["FrontEnd"]
 
@@ -81,8 +81,13 @@ class FrontEnd:
         if key is not None:
             del self._ids[key]
 
-    def abort(self, keys: list[int]) -> list[str]:
-        """Forget the requests of these keys and return their ids; unknown keys are ignored."""
+    def abort(self, frame: Frame) -> list[str]:
+        """Forget the requests that an ABORT names and return their ids; unknown keys are ignored."""
+        try:
+            keys = decode_abort(frame)
+        except Exception as error:  # noqa: BLE001  # what arrives cannot end the loop that serves others
+            self.log.warning("an ABORT cannot be understood and is ignored: %r", error)
+            return []
         request_ids = [request_id for key in keys if (request_id := self._ids.get(key)) is not None]
         for request_id in request_ids:
             self.forget(request_id)

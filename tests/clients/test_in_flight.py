@@ -1,0 +1,91 @@
+"""The table of requests in flight."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_client.clients.in_flight import InFlight
+from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from engine_client.protocol.batch import decode_columns, encode_outputs
+
+
+def columns(keys: dict[str, int], *outputs: EngineCoreOutput):
+    frame, _ = encode_outputs(EngineCoreOutputs(0, list(outputs)), keys)
+    assert frame is not None
+    return decode_columns(frame)[0]
+
+
+def test_an_id_is_taken_until_its_last_output_was_handed_out() -> None:
+    """The id is free as soon as the user has the finish reason."""
+    table = InFlight()
+    key = table.add("a")
+    with pytest.raises(ValueError, match="already running"):
+        table.add("a")
+    running = table.outputs(columns({"a": key}, EngineCoreOutput("a", [1])))
+    assert running.outputs == [EngineCoreOutput("a", [1])]
+    assert len(table) == 1
+    done = table.outputs(columns({"a": key}, EngineCoreOutput("a", [2], finish_reason=FinishReason.STOP)))
+    assert done.outputs[0].finished
+    assert len(table) == 0
+    assert table.add("a") != key
+    assert "1" in repr(table)
+
+
+def test_outputs_of_an_aborted_request_are_dropped_even_if_its_id_is_used_again() -> None:
+    """The key tells the old request from the new one of the same id."""
+    table = InFlight()
+    old = table.add("a")
+    assert table.abort(["a", "a", "unknown", 7, None, ["list"]]) == [old]
+    new = table.add("a")
+    stale = table.outputs(columns({"a": old}, EngineCoreOutput("a", [1], finish_reason=FinishReason.STOP)))
+    assert stale.outputs == []
+    fresh = table.outputs(columns({"a": new}, EngineCoreOutput("a", [2])))
+    assert fresh.outputs == [EngineCoreOutput("a", [2])]
+
+
+def test_discard_ignores_what_is_not_there() -> None:
+    """Forgetting an unknown key does nothing."""
+    table = InFlight()
+    table.discard(5)
+    key = table.add("a")
+    table.discard(key)
+    table.discard(key)
+    assert len(table) == 0
+
+
+def test_a_thread_knows_its_own_requests() -> None:
+    """``mine`` returns the keys that the calling thread has added."""
+    table = InFlight()
+    mine = table.add("mine")
+    thread = threading.Thread(target=table.add, args=("other",))
+    thread.start()
+    thread.join()
+    assert table.mine() == [mine]
+    table.abort(["mine"])
+    assert table.mine() == []
+
+
+@given(st.lists(st.tuples(st.sampled_from("add abort finish".split()), st.sampled_from("abc")), max_size=40))
+def test_the_table_agrees_with_a_model(steps: list[tuple[str, str]]) -> None:
+    """Whatever the order, an id is in flight exactly from its add to its finish or abort."""
+    table = InFlight()
+    model: dict[str, int] = {}
+    for step, name in steps:
+        if step == "add":
+            if name in model:
+                with pytest.raises(ValueError, match="already"):
+                    table.add(name)
+            else:
+                model[name] = table.add(name)
+        elif step == "abort":
+            assert table.abort([name]) == ([model.pop(name)] if name in model else [])
+        elif name in model:
+            output = EngineCoreOutput(name, [], finish_reason=FinishReason.STOP)
+            assert table.outputs(columns(model, output)).outputs == [output]
+            del model[name]
+        assert len(table) == len(model)
+        assert sorted(table.mine()) == sorted(model.values())

@@ -1,0 +1,101 @@
+"""The client that runs the engine core in this process."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from helpers.clients import make_request
+
+from engine_client import ClientOptions, ClosedError, EngineConfig, FinishReason, InprocClient
+from engine_client.testing.executors import EchoExecutor, FailingInit, SlowInit
+
+
+def inproc(**options: Any) -> InprocClient:
+    return InprocClient(EngineConfig(), EchoExecutor, False, options=ClientOptions(**options))
+
+
+def test_each_call_does_one_step() -> None:
+    """``get_output`` steps the engine and returns the outputs of client 0, empty when there are none."""
+    with inproc() as client:
+        assert client.get_output().outputs == []
+        client.add_request(make_request("a", 2))
+        first, second = client.get_output(), client.get_output()
+        assert [o.new_token_ids for o in first.outputs + second.outputs] == [[3], [3]]
+        assert second.outputs[0].finish_reason is FinishReason.LENGTH
+        assert client.get_output().outputs == []
+        assert "running" in repr(client)
+        assert not client.dp_engines_running()
+        client.check_health()
+
+
+def test_no_thread_and_no_process_is_started() -> None:
+    """Everything happens on the calling thread."""
+    before = threading.active_count()
+    with inproc() as client:
+        client.add_request(make_request("a", 1))
+        client.get_output()
+        assert threading.active_count() == before
+
+
+def test_a_bad_request_raises_in_the_call() -> None:
+    """An empty prompt, a wrong id, and an id in use are refused where they are given."""
+    with inproc() as client:
+        with pytest.raises(ValueError, match="prompt"):
+            client.add_request(make_request("a", 1, ()))
+        with pytest.raises(TypeError, match="request_id"):
+            client.add_request(make_request(5, 1))  # type: ignore[arg-type]
+        client.add_request(make_request("a", 3))
+        with pytest.raises(ValueError, match="a"):
+            client.add_request(make_request("a", 3))
+        client.abort_requests(["a", "unknown"])
+        client.abort_requests([])
+        assert client.get_output().outputs == []
+
+
+def test_waiting_to_sleep_is_refused() -> None:
+    """Nothing could drain requests while the caller waits."""
+    with inproc() as client:
+        for call in (lambda: client.sleep(mode="wait"), lambda: client.pause_scheduler("wait")):
+            with pytest.raises(ValueError, match="in-process"):
+                call()
+        client.sleep(1)
+        assert client.is_sleeping()
+        client.wake_up()
+        assert not client.is_sleeping()
+        client.pause_scheduler("keep")
+        assert client.is_scheduler_paused()
+        client.resume_scheduler()
+
+
+def test_only_registered_utilities_can_be_called() -> None:
+    """Utilities go by name, as over the wire."""
+    with inproc() as client:
+        assert client.call_utility("get_supported_tasks") == ("generate",)
+        with pytest.raises(AttributeError, match="step"):
+            client.call_utility("step")
+
+
+def test_after_shutdown_every_call_says_closed() -> None:
+    """The second shutdown does nothing, other calls raise."""
+    client = inproc()
+    client.shutdown()
+    client.shutdown(1.0)
+    assert not client.is_alive
+    assert "closed" in repr(client)
+    client.abort_requests(["a"])
+    for call in (client.get_output, client.check_health, client.list_loras, lambda: client.add_request(make_request("a"))):
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_progress_and_errors_of_the_start_reach_the_caller() -> None:
+    """``on_progress`` is called while the executor is built; its exception passes through."""
+    seen: list[Any] = []
+    config = EngineConfig(additional_config={"init_seconds": 0.05})
+    options = ClientOptions(on_progress=lambda *event: seen.append(event))
+    InprocClient(config, SlowInit, False, options=options).shutdown()
+    assert seen
+    with pytest.raises(ValueError, match="marker"):
+        InprocClient(EngineConfig(additional_config={"marker": "marker"}), FailingInit, False)

@@ -1,0 +1,215 @@
+"""The reader thread: order of what it tells, deadlines, and its own end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from helpers.timing import DEADLOCK, eventually
+
+from engine_client.deadline import Deadline
+from engine_client.ipc.channel import Channel
+from engine_client.ipc.reader import ReaderThread
+from engine_client.protocol.framing import Kind
+from engine_client.protocol.wire import Frame
+
+
+class Recorder:
+    """Notes what the reader tells, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.fail_with: BaseException | None = None
+        self.seen = threading.Event()
+
+    def note(self, *event: Any) -> None:
+        self.events.append(event)
+        self.seen.set()
+
+    def on_frames(self, rank: int, frames: list[Frame]) -> None:
+        if self.fail_with is not None:
+            raise self.fail_with
+        self.note("frames", rank, [bytes(f.header) for f in frames])
+
+    def on_end(self, rank: int, error: BaseException | None) -> None:
+        self.note("end", rank, error and type(error).__name__)
+
+    def on_exit(self, rank: int) -> None:
+        self.note("exit", rank)
+
+    def on_deadline(self, rank: int) -> None:
+        self.note("deadline", rank)
+
+    def on_drained(self, rank: int) -> None:
+        self.note("drained", rank)
+
+    def on_reader_failed(self, error: BaseException) -> None:
+        self.note("failed", error)
+
+    def wait_for(self, *event: Any) -> None:
+        eventually(lambda: event in self.events, DEADLOCK)
+
+
+@contextmanager
+def running(sentinel: int | None = None) -> Iterator[tuple[ReaderThread, Recorder, Channel, Channel]]:
+    """A reader of one channel, and that channel's other end."""
+    left, right = socket.socketpair()
+    ours, theirs = Channel(left.detach(), name="theirs"), Channel(right.detach(), name="ours")
+    recorder = Recorder()
+    reader = ReaderThread(recorder, "test-reader")
+    reader.add(0, ours, sentinel)
+    assert "not running" in repr(reader)
+    reader.start()
+    try:
+        yield reader, recorder, ours, theirs
+    finally:
+        reader.stop(DEADLOCK)
+        reader.stop(DEADLOCK)
+        assert not reader.is_alive()
+        ours.close()
+        theirs.close()
+
+
+def frame(header: bytes, *buffers: bytes) -> Frame:
+    return Frame(Kind.REPLY, 0, 1, header, [memoryview(buffer) for buffer in buffers])
+
+
+def test_frames_are_delivered_in_order() -> None:
+    """What arrives is told in the order in which it was sent."""
+    with running() as (reader, recorder, _, theirs):
+        for index in range(20):
+            theirs.send(frame(b"%d" % index))
+        eventually(lambda: sum(len(e[2]) for e in recorder.events) == 20, DEADLOCK)
+        assert [h for e in recorder.events for h in e[2]] == [b"%d" % index for index in range(20)]
+        assert "running" in repr(reader)
+        assert reader.is_alive()
+        assert not reader.is_current()
+
+
+def test_a_backlog_is_flushed_and_its_end_told() -> None:
+    """What did not fit leaves as the other side reads, and then ``on_drained`` is called."""
+    with running() as (reader, recorder, ours, theirs):
+        assert not ours.send(frame(b"big", bytes(5 << 20)))
+        reader.wakeup()
+        got: list[Frame] = []
+        eventually(lambda: got.extend(theirs.receive()) or bool(got), DEADLOCK)
+        recorder.wait_for("drained", 0)
+        assert len(got[0].buffers[0]) == 5 << 20
+
+
+def test_a_backlog_for_a_gone_peer_ends_the_wait() -> None:
+    """Those who wait for room are told when the peer is gone, too."""
+    with running() as (reader, recorder, ours, theirs):
+        ours.send(frame(b"big", bytes(5 << 20)))
+        theirs.close()
+        reader.wakeup()
+        eventually(lambda: any(event[0] == "end" for event in recorder.events), DEADLOCK)
+
+
+def test_the_end_of_a_stream_comes_after_its_frames() -> None:
+    """Frames sent before the other side left are told before its end."""
+    with running() as (_, recorder, _, theirs):
+        theirs.send(frame(b"last"))
+        theirs.close()
+        recorder.wait_for("end", 0, None)
+        assert recorder.events == [("frames", 0, [b"last"]), ("end", 0, None)]
+
+
+def test_a_broken_stream_is_told_with_its_fault() -> None:
+    """Garbage ends the stream with a RemoteProtocolError; the thread lives on."""
+    with running() as (reader, recorder, _, theirs):
+        os.write(theirs.fileno(), b"garbage" * 10)
+        recorder.wait_for("end", 0, "RemoteProtocolError")
+        assert reader.is_alive()
+
+
+def test_a_dead_process_is_told_after_what_it_had_sent() -> None:
+    """Outputs sent before a crash are delivered, then the exit; an open descriptor elsewhere does not matter."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    sentinel = os.pidfd_open(process.pid)
+    try:
+        with running(sentinel) as (_, recorder, _, theirs):
+            for _ in range(100):
+                assert theirs.send(frame(b"output", bytes(500)))
+            process.kill()
+            recorder.wait_for("exit", 0)
+            assert sum(len(event[2]) for event in recorder.events[:-1]) == 100
+            assert recorder.events[-1] == ("exit", 0)
+    finally:
+        process.kill()
+        process.communicate()
+        os.close(sentinel)
+
+
+def test_a_deadline_is_told_once() -> None:
+    """``on_deadline`` comes when it is due, once; a removed rank has none."""
+    with running() as (reader, recorder, *_):
+        reader.set_deadline(0, Deadline(0.02))
+        recorder.wait_for("deadline", 0)
+        reader.set_deadline(1, Deadline(0.02))
+        reader.set_deadline(0, Deadline(DEADLOCK))
+        reader.remove(0)
+        recorder.wait_for("deadline", 1)
+        assert recorder.events == [("deadline", 0), ("deadline", 1)]
+
+
+def test_a_removed_rank_is_watched_no_longer() -> None:
+    """After ``remove`` nothing of the rank is told."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    sentinel = os.pidfd_open(process.pid)
+    try:
+        with running(sentinel) as (reader, recorder, _, theirs):
+            reader.remove(0)
+            reader.remove(0)
+            reader.set_deadline(7, Deadline(0))
+            recorder.wait_for("deadline", 7)
+            theirs.send(frame(b"unseen"))
+            process.kill()
+            process.wait()
+            reader.set_deadline(8, Deadline(0))
+            recorder.wait_for("deadline", 8)
+            assert recorder.events == [("deadline", 7), ("deadline", 8)]
+    finally:
+        process.kill()
+        process.communicate()
+        os.close(sentinel)
+
+
+@pytest.mark.parametrize("error", [ValueError("handler"), SystemExit(1)])
+def test_whatever_ends_the_thread_is_told(error: BaseException) -> None:
+    """An exception of the handler, SystemExit included, is reported and not printed."""
+    with running() as (reader, recorder, _, theirs):
+        recorder.fail_with = error
+        theirs.send(frame(b"x"))
+        recorder.wait_for("failed", error)
+        eventually(lambda: not reader.is_alive(), DEADLOCK)
+
+
+def test_a_reader_that_never_started_releases_its_descriptors() -> None:
+    """``stop`` before ``start`` leaves nothing."""
+    before = len(os.listdir("/proc/self/fd"))
+    reader = ReaderThread(Recorder(), "never")
+    reader.stop(1.0)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_reader_can_stop_itself() -> None:
+    """``stop`` on the reader's own thread does not wait for itself."""
+    with running() as (reader, recorder, _, theirs):
+        current: list[bool] = []
+
+        def stop(rank: int, frames: list[Frame]) -> None:
+            current.append(reader.is_current())
+            reader.stop(DEADLOCK)
+
+        recorder.on_frames = stop  # type: ignore[method-assign]
+        theirs.send(frame(b"x"))
+        eventually(lambda: not reader.is_alive(), DEADLOCK)
+        assert current == [True]
