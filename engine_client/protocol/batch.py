@@ -4,11 +4,13 @@ A step makes one small output for each of hundreds of requests.  As objects they
 so they cross as columns: integer request keys, token ids, counts where a request got other than one token, a sparse
 list of those that finished, and sparse columns for whatever else is not at its default::
 
-    (engine_index, timestamp, keys, tokens, counts | None, finishes, extras | None, meta | None, strays)
+    plain   (engine_index, timestamp, keys, tokens, counts | None, finishes, strays, heavy)     numbers and short texts
+    values  (extras | None, meta | None)                                                        of any kind, if any
 
 ``keys`` are the integers that the client chose when it added the requests; its table turns them back into ids, and a
 key that it no longer knows is a request that it has aborted: that row is dropped.  ``strays`` are rows whose request id
-the engine itself does not know (a fault of the engine's), as text for the client's log.
+the engine itself does not know (a fault of the engine's), as text for the client's log.  The values are pickled apart
+from the plain part: where they cannot be decoded, ``heavy`` still tells whose they were, and only those rows fail.
 
 Measured (256 one-token rows, x86-64, Python 3.11): see ``engine-client bench``.
 
@@ -17,14 +19,17 @@ Threads: pure functions.  Pure: performs no I/O.
 
 from __future__ import annotations
 
+import pickle
+import struct
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import MISSING, fields
 from typing import Any, Final, NamedTuple
 
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from engine_client.protocol.codec import dumps, loads
+from engine_client.protocol.exception_fields import text_of
 from engine_client.protocol.framing import Flag, Kind
-from engine_client.protocol.wire import Frame, decode_text
+from engine_client.protocol.wire import Frame
 
 __all__ = ["Columns", "decode_columns", "encode_outputs", "outputs_from"]
 
@@ -38,6 +43,10 @@ _META: Final = {
     if f.name not in ("engine_index", "outputs", "timestamp", "utility_output")
 }
 _REASONS: Final = tuple(FinishReason)
+_LENGTH: Final = struct.Struct("<I")
+"""In front of the plain part when values follow it."""
+_LONGEST_PLAIN: Final = 1024
+"""Characters; a longer stop reason counts as a value, so that the plain part never has buffers beside it."""
 
 
 class Columns(NamedTuple):
@@ -49,9 +58,11 @@ class Columns(NamedTuple):
     tokens: list[int]
     counts: list[int] | None
     finishes: list[tuple[int, int, Any]]
-    extras: dict[str, dict[int, Any]] | None
-    meta: dict[str, Any] | None
     strays: list[str]
+    extras: dict[str, dict[int, Any]] | None = None
+    meta: dict[str, Any] | None = None
+    fault: BaseException | None = None
+    """Why the values of this batch are missing."""
 
 
 def _set_fields(output: Any) -> dict[str, Any]:
@@ -59,6 +70,10 @@ def _set_fields(output: Any) -> dict[str, Any]:
     return {
         name: value for name, default in _DEFAULTS.items() if (value := getattr(output, name, default)) is not default
     }
+
+
+def _is_plain(stop_reason: Any) -> bool:
+    return type(stop_reason) is int or (type(stop_reason) is str and len(stop_reason) <= _LONGEST_PLAIN)
 
 
 class _Builder:
@@ -99,11 +114,12 @@ class _Builder:
     def _add_rest(self, row: int, request_id: str, values: dict[str, Any]) -> None:
         reason = values.pop("finish_reason", None)
         stop_reason = values.pop("stop_reason", None)
+        if stop_reason is not None and (reason is None or not _is_plain(stop_reason)):
+            values["stop_reason"] = stop_reason
+            stop_reason = None
         if reason is not None:
             self.finishes.append((row, int(reason), stop_reason))
             self.finished.append(request_id)
-        elif stop_reason is not None:
-            self.extras.setdefault("stop_reason", {})[row] = stop_reason
         for name, value in values.items():
             self.extras.setdefault(name, {})[row] = value
 
@@ -130,45 +146,68 @@ def encode_outputs(
     if not (builder.keys or meta or builder.strays):
         return None, []
     uneven = builder.counts.count(1) != len(builder.counts)
-    row = (
-        outputs.engine_index,
-        outputs.timestamp,
-        builder.keys,
-        builder.tokens,
-        builder.counts if uneven else None,
-        builder.finishes,
-        builder.extras or None,
-        meta or None,
-        builder.strays,
+    extras = builder.extras
+    plain = pickle.dumps(
+        (
+            outputs.engine_index,
+            outputs.timestamp,
+            builder.keys,
+            builder.tokens,
+            builder.counts if uneven else None,
+            builder.finishes,
+            builder.strays,
+            sorted({row for column in extras.values() for row in column}) if extras else None,
+        ),
+        5,
     )
-    payload = dumps(row)
-    flags = Flag.NEEDS_MAIN if payload.needs_main else 0
-    header = payload.header
-    if builder.extras:  # values of any kind: if they cannot be decoded over there, the keys still can
-        flags |= Flag.NESTED
-        header = dumps((builder.keys, header)).header
-    return Frame(Kind.OUTPUTS, flags, len(builder.keys), header, payload.buffers), builder.finished
+    if not (extras or meta):
+        return Frame(Kind.OUTPUTS, 0, len(builder.keys), plain), builder.finished
+    values = dumps((extras or None, meta or None))
+    flags = Flag.NESTED | (Flag.NEEDS_MAIN if values.needs_main else 0)
+    header = b"".join([_LENGTH.pack(len(plain)), plain, values.header])
+    return Frame(Kind.OUTPUTS, flags, len(builder.keys), header, values.buffers), builder.finished
 
 
 def decode_columns(frame: Frame) -> tuple[Columns, list[int]]:
     """Decode an OUTPUTS frame; nothing is looked up yet.
 
     Returns:
-        The columns, and the keys of requests that fail here because a value of the batch cannot be decoded: each has a
-        row that ends it with reason ERROR, and the engine does not know.
+        The columns, and the keys of requests that fail here because their values cannot be decoded: each has a row that
+        ends it with reason ERROR, and the engine does not know.
 
     Raises:
         Exception: whatever decoding raised, when the batch does not even tell its keys.
     """
     if not frame.flags & Flag.NESTED:
-        return Columns(*decode_text(frame)), []
-    keys, header = loads(frame.header, ())
+        return _load_plain(frame.header)[0], []
+    begin = _LENGTH.size
+    end = begin + _LENGTH.unpack_from(frame.header)[0]
+    columns, heavy = _load_plain(frame.header[begin:end])
     try:
-        return Columns(*decode_text(frame._replace(header=header))), []
-    except Exception as error:  # noqa: BLE001  # the values' own code runs here; only these requests fail
-        text = f"an output cannot be decoded: {type(error).__name__}: {error}"
-        finishes = [(row, int(FinishReason.ERROR), text) for row in range(len(keys))]
-        return Columns(0, 0.0, keys, [], [0] * len(keys), finishes, None, None, []), keys
+        extras, meta = _load_values(frame, end)
+    except BaseException as error:  # noqa: BLE001  # the values' own code ran (SystemExit?); only these requests fail
+        return _without_values(columns, heavy or [], error)
+    return columns._replace(extras=extras, meta=meta), []
+
+
+def _load_plain(header: Any) -> tuple[Columns, list[int] | None]:
+    """Return the columns without values, and which rows have some."""
+    *plain, heavy = pickle.loads(header)  # noqa: S301  # the trust that the codec states
+    return Columns(*plain), heavy
+
+
+def _load_values(frame: Frame, begin: int) -> Any:
+    if frame.error is not None:
+        raise frame.error
+    return loads(frame.header[begin:], frame.buffers)
+
+
+def _without_values(columns: Columns, heavy: list[int], error: BaseException) -> tuple[Columns, list[int]]:
+    """End the rows whose values are lost."""
+    text = f"an output cannot be decoded: {type(error).__name__}: {text_of(error)}"
+    finishes = [finish for finish in columns.finishes if finish[0] not in heavy]
+    finishes += [(row, int(FinishReason.ERROR), text) for row in heavy]
+    return columns._replace(finishes=finishes, fault=error), [columns.keys[row] for row in heavy]
 
 
 def outputs_from(columns: Columns, ids: MutableMapping[int, str]) -> tuple[EngineCoreOutputs, list[int]]:

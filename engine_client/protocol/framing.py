@@ -73,7 +73,7 @@ class Flag(enum.IntFlag):
     FAILED = 2
     """A REPLY that carries an exception."""
     NESTED = 4
-    """An OUTPUTS whose header is ``(keys, header)``: the keys can be decoded where the values cannot."""
+    """An OUTPUTS with values: the plain part of its header can be decoded where they cannot."""
 
 
 _FIRST_KIND: Final = int(min(Kind))

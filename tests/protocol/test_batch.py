@@ -104,7 +104,8 @@ def test_rows_of_aborted_requests_are_dropped_by_the_client() -> None:
 def test_rows_without_a_request_are_reported_as_strays() -> None:
     """An id that nobody asked for is told to the client, an aborted one is not."""
     outputs = EngineCoreOutputs(
-        0, [EngineCoreOutput(name, [1]) for name in ("unknown", None, 7, ["list"], "aborted")]  # type: ignore[arg-type]
+        0,
+        [EngineCoreOutput(name, [1]) for name in ("unknown", None, 7, ["list"], "aborted")],  # type: ignore[arg-type]
     )
     frame, _ = encode_outputs(outputs, {}, silent={"aborted"})
     assert frame is not None
@@ -128,18 +129,51 @@ class Undecodable:
         return int, ("not a number",)
 
 
-def test_a_value_that_cannot_be_decoded_fails_its_batch_only() -> None:
-    """Requests of a batch with an undecodable value end with ERROR and the reason; their keys are known."""
-    outputs = EngineCoreOutputs(0, [EngineCoreOutput("a", [1], pooling_output=Undecodable()), EngineCoreOutput("b", [1])])
-    frame, _ = encode_outputs(outputs, {"a": 1, "b": 2})
+def test_a_value_that_cannot_be_decoded_fails_its_request_only() -> None:
+    """A request with an undecodable value ends with ERROR and the reason; the others of its batch go on."""
+    outputs = EngineCoreOutputs(
+        0,
+        [
+            EngineCoreOutput("a", [1], pooling_output=Undecodable(), finish_reason=FinishReason.STOP),
+            EngineCoreOutput("b", [1]),
+            EngineCoreOutput("c", [2], finish_reason=FinishReason.LENGTH),
+        ],
+    )
+    frame, _ = encode_outputs(outputs, {"a": 1, "b": 2, "c": 3})
     assert frame is not None
     assert frame.flags & Flag.NESTED
     columns, failed = decode_columns(frame)
-    assert failed == [1, 2]
-    result, finished = outputs_from(columns, {1: "a", 2: "b"})
-    assert [output.finish_reason for output in result.outputs] == [FinishReason.ERROR] * 2
+    assert failed == [1]
+    assert isinstance(columns.fault, ValueError)
+    result, finished = outputs_from(columns, {1: "a", 2: "b", 3: "c"})
+    assert [output.finish_reason for output in result.outputs] == [FinishReason.ERROR, None, FinishReason.LENGTH]
     assert "ValueError" in str(result.outputs[0].stop_reason)
-    assert finished == [1, 2]
+    assert sorted(finished) == [1, 3]
+
+
+def test_statistics_that_cannot_be_decoded_cost_nobody_a_token() -> None:
+    """Without its statistics a batch still has its tokens."""
+    outputs = EngineCoreOutputs(0, [EngineCoreOutput("a", [1])], scheduler_stats=Undecodable())  # type: ignore[arg-type]
+    frame, _ = encode_outputs(outputs, {"a": 1})
+    assert frame is not None
+    columns, failed = decode_columns(frame)
+    assert failed == []
+    assert outputs_from(columns, {1: "a"})[0].outputs == [EngineCoreOutput("a", [1])]
+
+
+def test_large_values_travel_beside_the_plain_part() -> None:
+    """Values of any size arrive equal, and so does a stop reason as long as an error's text may be."""
+    outputs = EngineCoreOutputs(
+        0,
+        [
+            EngineCoreOutput("a", [1], pooling_output=list(range(100_000))),
+            EngineCoreOutput("b", [], finish_reason=FinishReason.ERROR, stop_reason="x" * 200_000),
+            EngineCoreOutput("c", [], pooling_output=bytes(range(256)) * 1000),
+        ],
+        timestamp=1.0,
+    )
+    result, _, _ = round_trip(outputs, {"a": 1, "b": 2, "c": 3})
+    assert result == outputs
 
 
 def test_a_batch_whose_buffers_could_not_be_mapped_fails_alone() -> None:
