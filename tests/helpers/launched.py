@@ -210,6 +210,11 @@ def _fork(where: str) -> int:
     return pid
 
 
+def _shell(script: str) -> int:
+    """Start a shell in a session of its own; its first two descriptors are the launcher's to give."""
+    return subprocess.Popen(["sh", "-c", script], start_new_session=True).pid
+
+
 def _raise(code: int) -> None:
     raise SystemExit(code)
 
@@ -217,6 +222,7 @@ def _raise(code: int) -> None:
 ORDERS: dict[str, Callable[[Any], int | None]] = {
     "spawn": _spawn,  # a grandchild, in this process "group" or in a "session" of its own
     "fork": _fork,
+    "shell": _shell,
     "exit": os._exit,
     "raise": _raise,
     "signal": signal.raise_signal,
@@ -260,6 +266,22 @@ def ignore_sigterm(fds: EngineFds, launcher_pid: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     tell(fds, {"pid": os.getpid()})
     time.sleep(600)
+
+
+def flush_when_asked(fds: EngineFds, launcher_pid: int) -> None:
+    """Write a file for some time when the launcher hangs up; SIGTERM makes it no faster."""
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    tell(fds, {"pid": os.getpid()})
+    order = wait_for_order(fds)
+    tell(fds, {})
+    wait_for_order(fds)
+    until = time.monotonic() + order["seconds"]
+    with open(order["path"], "w") as file:
+        while (left := until - time.monotonic()) > 0:
+            file.write("flushed\n")
+            file.flush()
+            time.sleep(min(left, 0.02))
+        file.write("all\n")
 
 
 def first_line(fds: EngineFds, launcher_pid: int) -> None:
