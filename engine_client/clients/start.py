@@ -156,7 +156,7 @@ class Handshake:
                     self._serve(selector, *key.data)
                 if self._failures:
                     raise self._startup_error()
-                if not events and self._deadline.expired():
+                if self._waiting and self._deadline.expired():
                     raise self._timeout_error()
         return self._responses
 
