@@ -23,7 +23,6 @@ import pickle
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 from engine_client.errors import RemoteCallError
@@ -44,6 +43,7 @@ from engine_client.protocol.exception_fields import (
     text_of,
     title_of,
 )
+from engine_client.protocol.tracebacks import Link, rebuild_trace, trace_of, trace_texts
 
 __all__ = ["decode_exception", "encode_exception"]
 
@@ -51,9 +51,6 @@ _DEEPEST: Final = 50
 """Longest chain of causes, contexts and nested groups."""
 _MOST_NODES: Final = 1000
 """Most exceptions in an envelope; a wide group is cut here."""
-_MOST_FRAMES: Final = 100
-"""Most frames of a traceback; the outer and the inner half of these are kept."""
-_LONGEST_TRACEBACK: Final = 64 * 1024
 _LONGEST_TEXT: Final = 1024 * 1024
 _LARGE_PICKLE: Final = 64 * 1024
 _PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -77,15 +74,6 @@ class _Node(NamedTuple):
     members: tuple[int | None, ...] | None
 
 
-class _Link(NamedTuple):
-    """An exception that is to be encoded, and the indices of those it is linked to."""
-
-    error: BaseException
-    cause: int | None
-    context: int | None
-    members: tuple[int | None, ...] | None
-
-
 def encode_exception(
     error: BaseException,
     dump: Callable[[Any], tuple[Any, Any]] | None = None,
@@ -102,7 +90,8 @@ def encode_exception(
     envelope = attempt(_encode_all, error, dump or _dump, {} if seen is None else seen, otherwise=None)
     if envelope is None:
         title = title_of(*place_of(type(error)))
-        envelope = (tuple(_encode_briefly(RemoteCallError(f"{title}: {text_of(error)}", title))),)
+        stand_in = _encode_briefly(RemoteCallError(f"{title}: {text_of(error)}"))
+        envelope = (tuple(stand_in._replace(attributes={"type_name": title})),)
     return envelope
 
 
@@ -133,13 +122,13 @@ def _encode_all(
         return (tuple(_encode_briefly(error)),)
     links = _collect(error)
     seen.update((id(link.error), link.error) for link in links)
-    last = len(links) - 1
-    return tuple([tuple(_encode(link, dump, whole_chain=index == last)) for index, link in enumerate(links)])
+    texts = trace_texts(links)
+    return tuple([tuple(_encode(link, text, dump)) for link, text in zip(links, texts, strict=True)])
 
 
-def _collect(error: BaseException) -> list[_Link]:
+def _collect(error: BaseException) -> list[Link]:
     """Return the exceptions to encode, each after those that it is linked to, ``error`` last."""
-    links: list[_Link] = []
+    links: list[Link] = []
     index_of: dict[int, int | None] = {}  # by id; None while those that it is linked to are being added
 
     def add(error: BaseException | None, depth: int) -> int | None:
@@ -155,14 +144,14 @@ def _collect(error: BaseException) -> list[_Link]:
         if is_group(error):
             members = tuple([add(member, depth + 1) for member in GROUP.exceptions.__get__(error)])
         index_of[key] = len(links)
-        links.append(_Link(error, cause, context, members))
+        links.append(Link(error, cause, context, members))
         return index_of[key]
 
     add(error, 0)
     return links
 
 
-def _encode(link: _Link, dump: Callable[[Any], tuple[Any, Any]], *, whole_chain: bool) -> _Node:
+def _encode(link: Link, trace_text: str, dump: Callable[[Any], tuple[Any, Any]]) -> _Node:
     def pack(value: Any) -> Any:
         """Return a plain value as it is, any other as ``(its repr, its pickle or None)``."""
         if type(value) in _PLAIN:
@@ -175,12 +164,11 @@ def _encode(link: _Link, dump: Callable[[Any], tuple[Any, Any]], *, whole_chain:
     error = link.error
     trace = field(error, "__traceback__")
     attributes = dict(field(error, "__dict__"))
-    return _encode_briefly(error)._replace(
-        args=tuple([pack(value) for value in args_of(error)]),
+    return _encode_core(error, pack)._replace(
         attributes={name: pack(value) for name, value in attributes.items() if type(name) is str},
         slots={name: pack(value) for name, value in slots_of(error)},
-        trace=None if trace is None else attempt(_trace_of, trace, otherwise=None),  # its text travels as well
-        trace_text=attempt(_trace_text_of, error, trace, whole_chain, otherwise=""),
+        trace=None if trace is None else attempt(trace_of, trace, otherwise=None),  # its text travels as well
+        trace_text=trace_text,
         cause=link.cause,
         context=link.context,
         suppress=field(error, "__suppress_context__"),
@@ -190,16 +178,20 @@ def _encode(link: _Link, dump: Callable[[Any], tuple[Any, Any]], *, whole_chain:
 
 def _encode_briefly(error: BaseException) -> _Node:
     """Encode type, text and arguments, the last as text where they are not plain."""
+    return _encode_core(error, lambda value: value if type(value) in _PLAIN else (repr_of(value), None))
+
+
+def _encode_core(error: BaseException, pack: Callable[[Any], Any]) -> _Node:
+    module, name = place_of(type(error))
     args = args_of(error)
     text: str | None = text_of(error)
     if len(args) == 1 and type(args[0]) is str and args[0] == text:
         text = None
-    module, name = place_of(type(error))
     return _Node(
         module=module,
         name=name,
         text=text if text is None else cut(text, _LONGEST_TEXT),
-        args=tuple([value if type(value) in _PLAIN else (repr_of(value), None) for value in args]),
+        args=tuple([pack(value) for value in args]),
         attributes={},
         slots={},
         trace=None,
@@ -209,27 +201,6 @@ def _encode_briefly(error: BaseException) -> _Node:
         suppress=False,
         members=() if is_group(error) else None,
     )
-
-
-def _trace_of(traceback: TracebackType) -> dict[str, Any]:
-    """Return the traceback as nested dicts, without its middle if it is long."""
-    from tblib import Traceback  # noqa: PLC0415  # needed for failures only
-
-    frames = [Traceback(traceback)]
-    while frames[-1].tb_next is not None:
-        frames.append(frames[-1].tb_next)
-    for frame in frames:  # what a module calls itself may be any object
-        frame.tb_frame.f_globals = {name: str(value) for name, value in frame.tb_frame.f_globals.items()}
-    if len(frames) > _MOST_FRAMES:
-        frames[_MOST_FRAMES // 2 - 1].tb_next = frames[-(_MOST_FRAMES // 2)]
-    trace: dict[str, Any] = frames[0].to_dict()
-    return trace
-
-
-def _trace_text_of(error: BaseException, trace: TracebackType | None, whole_chain: bool) -> str:
-    from traceback import format_exception  # noqa: PLC0415  # needed for failures only
-
-    return cut("".join(format_exception(type(error), error, trace, chain=whole_chain)), _LONGEST_TRACEBACK)
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------
@@ -245,9 +216,10 @@ def _decode_all(envelope: tuple[Any, ...], load: Callable[[Any, Any], Any]) -> B
         set_field(error, "__context__", None if node.context is None else errors[node.context])
         set_field(error, "__suppress_context__", node.suppress)
         if node.trace is not None:
-            set_field(error, "__traceback__", attempt(_rebuild_trace, node.trace, otherwise=None))
+            set_field(error, "__traceback__", attempt(rebuild_trace, node.trace, otherwise=None))
         attributes = field(error, "__dict__")
-        attributes["remote_traceback"] = attributes.get("remote_traceback") or node.trace_text
+        if not (isinstance(own := attributes.get("remote_traceback"), str) and own):  # of a journey before this one
+            attributes["remote_traceback"] = node.trace_text
         errors.append(error)
     return errors[-1]
 
@@ -289,10 +261,3 @@ def _find_class(module: str, name: str) -> type[BaseException]:
 
 def _cut_member() -> RemoteCallError:
     return RemoteCallError("a member of this group was cut, because there were too many")
-
-
-def _rebuild_trace(trace: dict[str, Any]) -> TracebackType | None:
-    from tblib import Traceback  # noqa: PLC0415  # needed for failures only
-
-    traceback: TracebackType | None = Traceback.from_dict(trace).as_traceback()
-    return traceback
