@@ -30,11 +30,13 @@ class EngineContext:
         rank: data-parallel rank.
         progress: reports start-up progress to the client.
         options: ``ClientOptions.for_engine()``.
+        executor_failed: ends the engine; called, from any thread, when an executor's own workers have failed.
     """
 
     rank: int = 0
     progress: ProgressCallback = lambda phase, done, total: None
     options: Mapping[str, Any] = field(default_factory=dict)
+    executor_failed: Callable[[], None] = lambda: None
 
 
 class EngineCore(Protocol):

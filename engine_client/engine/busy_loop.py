@@ -15,7 +15,7 @@ Invariants: I1 (the one reader of the engine's channels), I2 (every utility call
 loop ends at the latest), I7 (blocks in the selector only, which signals and answers interrupt).
 
 Threads: everything runs on the thread that calls ``run``; only ``request_shutdown`` and the done-callbacks of deferred
-utilities may come from elsewhere (a signal handler, an executor's thread): they store and wake.
+utilities may come from elsewhere (a signal handler, an executor's thread), and ``fail``: they store and wake.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class BusyLoop:
         shutdown_timeout: seconds that requests in flight may take to finish at shutdown; 0 aborts them.
         backlog_limit: bytes that may wait for a front-end that does not read before it is cut off.
         ensure_main: runs the client's main module in this process, for payloads that name its objects.
+        look_around: called when the engine's code may have started processes, before anybody can know of them.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class BusyLoop:
         shutdown_timeout: float = 0,
         backlog_limit: int = 64 * 1024 * 1024,
         ensure_main: Callable[[], None] = lambda: None,
+        look_around: Callable[[], None] = lambda: None,
     ) -> None:
         self.state = LoopState.RUNNING
         self.reason = ""
@@ -86,11 +88,13 @@ class BusyLoop:
         self._shutdown_timeout = shutdown_timeout
         self._backlog_limit = backlog_limit
         self._ensure_main = ensure_main
+        self._look_around = look_around
         self._utilities: Mapping[str, Callable[..., Any]] = {PING: lambda: None, **engine.utilities()}
         self._wakeup = Wakeup()
         self._answers: deque[tuple[FrontEnd, int, Future[Any]]] = deque()
         self._deferred: dict[tuple[int, int], tuple[FrontEnd, Future[Any]]] = {}
         self._drain = Deadline(None)
+        self._failure: BaseException | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wakeup.fileno(), selectors.EVENT_READ)
         for front_end in front_ends:
@@ -104,6 +108,11 @@ class BusyLoop:
         if self.state is LoopState.RUNNING:
             self.reason = reason
             self.state = LoopState.REQUESTED
+        self._wakeup.wakeup()
+
+    def fail(self, error: BaseException) -> None:
+        """Have ``run`` raise this; from any thread."""
+        self._failure = error
         self._wakeup.wakeup()
 
     def run(self) -> str:
@@ -134,6 +143,7 @@ class BusyLoop:
     def _wait(self) -> None:
         """Block until a front-end, a signal or an answer has something to say."""
         self._status.idle(*self._engine.counts())
+        self._look_around()
         for front_end in self._front_ends:
             self._watch(front_end)
         self._selector.select(self._drain.remaining())
@@ -229,6 +239,7 @@ class BusyLoop:
         except Exception as error:  # noqa: BLE001  # the boundary of one call: its caller gets the error
             front_end.send_failure(call_id, error)
             return
+        self._look_around()
         self._send_outputs(self._engine.take_outputs())
         if isinstance(result, Future):
             self._deferred[front_end.index, call_id] = front_end, result
@@ -281,6 +292,8 @@ class BusyLoop:
 
     def _handle_shutdown(self) -> bool:
         """Move towards the end if it was asked for; return whether to go on."""
+        if self._failure is not None:
+            raise self._failure
         if self.state is LoopState.RUNNING:
             return True
         if self.state is LoopState.REQUESTED:

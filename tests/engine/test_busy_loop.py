@@ -321,6 +321,14 @@ def test_an_exception_of_a_step_ends_the_loop() -> None:
         assert isinstance(r.error, ZeroDivisionError)
 
 
+def test_a_failure_from_another_thread_ends_the_loop() -> None:
+    """An executor whose workers have died can end an idle engine."""
+    with rig() as r:
+        r.loop.fail(RuntimeError("Executor failed."))
+        r.thread.join(DEADLOCK)
+        assert str(r.error) == "Executor failed."
+
+
 def test_system_exit_of_a_utility_ends_the_loop() -> None:
     """A utility cannot swallow the end of its process."""
     with rig() as r:
