@@ -33,9 +33,14 @@ class PendingCalls:
     def __repr__(self) -> str:
         return f"<PendingCalls {len(self.futures)}>"
 
-    def new(self) -> tuple[int, Future[Any]]:
+    def new_id(self) -> int:
+        """Return an id that was never used.  Whoever has it before the call is registered can always discard the call."""
+        return next(self._next)
+
+    def new(self, call_id: int | None = None) -> tuple[int, Future[Any]]:
         """Register a call; return its id and its future."""
-        call_id = next(self._next)
+        if call_id is None:
+            call_id = self.new_id()
         future: Future[Any] = Future()
         self.futures[call_id] = future
         return call_id, future

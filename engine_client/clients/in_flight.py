@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Iterable, Mapping
 from itertools import count
 from numbers import Real
-from typing import Any
+from typing import Any, Final
 
 from engine_client.messages import EngineCoreOutputs
 from engine_client.protocol.batch import Columns, outputs_from
@@ -44,11 +44,13 @@ def check_request(request: Any, max_model_len: int | None) -> array[int] | None:
     if not request_id:
         raise ValueError("request_id must not be empty")
     _check_parameters(request_id, request)
-    token_ids = request.prompt_token_ids
+    token_ids = getattr(request, "prompt_token_ids", None)
     if token_ids is None:
         if getattr(request, "prompt_embeds", None) is None:
             raise ValueError(f"request {request_id!r:.100} has no prompt: give prompt_token_ids or prompt_embeds")
         return None
+    if isinstance(token_ids, _NO_LISTS):
+        raise TypeError(f"prompt_token_ids of request {request_id!r:.100} must be a list of integers, got {token_ids!r:.100}")
     try:
         prompt = array("I", token_ids)
     except (TypeError, OverflowError) as error:
@@ -66,7 +68,7 @@ def check_request(request: Any, max_model_len: int | None) -> array[int] | None:
 
 def _check_parameters(request_id: str, request: Any) -> None:
     """Check the types of the fields that every engine reads."""
-    sampling = request.sampling_params
+    sampling = getattr(request, "sampling_params", None)
     pooling = getattr(request, "pooling_params", None)
     if sampling is None and pooling is None:
         raise ValueError(f"request {request_id!r:.100} has neither sampling_params nor pooling_params")
@@ -89,66 +91,105 @@ _KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
 )
 
 
+_NO_LISTS: Final = (str, bytes, bytearray, set, frozenset, dict)
+"""Can be iterated over, and an array even takes the bytes for machine words, but nobody means token ids by them."""
+
+
 class InFlight:
-    """The table of one client."""
+    """The table of one client.
+
+    A request is in flight while ``_ids`` has its key; each change is ordered so that an interrupt between any two of
+    its lines leaves nothing that ``discard`` or the next change does not remove.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._next = count(1)
+        self._lock = threading.RLock()  # a signal handler may abort on the thread that is inside
+        # -- guarded by _lock, but for reading --
         self._keys: dict[str, int] = {}
         self._ids: dict[int, str] = {}
         self._owners: dict[int, int] = {}
-        self._next = count(1)
+        self._finished: set[int] = set()  # their last outputs are out, or on their way out; removed by the next call
 
     def __len__(self) -> int:
-        return len(self._keys)
+        self._settle()
+        return len(self._ids)
 
     def __repr__(self) -> str:
-        return f"<InFlight {len(self._keys)} requests>"
+        return f"<InFlight {len(self)} requests>"
 
-    def add(self, request_id: str) -> int:
+    def new_key(self) -> int:
+        """Return a key that was never used.  Whoever has it before the request is added can always discard that."""
+        return next(self._next)
+
+    def add(self, request_id: str, key: int | None = None) -> int:
         """Take an id and return its key.
 
         Raises:
             ValueError: a request with this id is in flight.
         """
+        if key is None:
+            key = self.new_key()
         with self._lock:
-            if request_id in self._keys:
+            self._settle()
+            if self._keys.get(request_id) in self._ids:
                 raise ValueError(f"request {request_id!r:.100} is already running: choose another id or abort it first")
-            key = next(self._next)
             self._keys[request_id] = key
-            self._ids[key] = request_id
             self._owners[key] = threading.get_ident()
+            self._ids[key] = request_id
             return key
 
     def discard(self, key: int) -> None:
         """Forget a key; unknown ones are ignored."""
         with self._lock:
-            request_id = self._ids.pop(key, None)
+            request_id = self._ids.get(key)
+            if request_id is not None and self._keys.get(request_id) == key:
+                del self._keys[request_id]
             self._owners.pop(key, None)
-            if request_id is not None:
-                self._keys.pop(request_id, None)
+            self._ids.pop(key, None)
 
     def abort(self, request_ids: Iterable[Any]) -> list[int]:
         """Forget these requests and return their keys; whatever is not in flight is ignored."""
         with self._lock:
-            keys = [key for request_id in request_ids if (key := self._pop(request_id)) is not None]
+            self._settle()
+            wanted = [self._keys.get(request_id) for request_id in request_ids if isinstance(request_id, str)]
+            keys = [key for key in dict.fromkeys(wanted) if key in self._ids and key is not None]
             for key in keys:
-                self._ids.pop(key, None)
-                self._owners.pop(key, None)
+                self.discard(key)
             return keys
 
-    def _pop(self, request_id: Any) -> int | None:
-        return self._keys.pop(request_id, None) if isinstance(request_id, str) else None
-
-    def mine(self) -> list[int]:
-        """Return the keys of the requests that the calling thread has added."""
-        me = threading.get_ident()
+    def mine(self, ident: int | None = None) -> list[int]:
+        """Return the keys of the requests that a thread, by default the calling one, has added."""
+        me = threading.get_ident() if ident is None else ident
         with self._lock:
+            self._settle()
             return [key for key, owner in self._owners.items() if owner == me]
 
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            for key in list(self._ids):
+                self.discard(key)
+
     def outputs(self, columns: Columns) -> EngineCoreOutputs:
-        """Turn a batch into outputs of the requests still in flight, and forget those that it finishes."""
+        """Turn a batch into outputs of the requests still in flight, and forget those that it finishes.
+
+        It forgets them with its last act, so that a batch can be turned again if an interrupt comes in between.
+        """
+        self._settle()
         outputs, finished = outputs_from(columns, self._ids)
-        for key in finished:
-            self.discard(key)
+        if finished:
+            self._finished.update(finished)
         return outputs
+
+    def undo_outputs(self, columns: Columns) -> None:
+        """Remember again what a batch finishes, because nobody has got its outputs."""
+        self._finished.difference_update(columns.keys)
+
+    def _settle(self) -> None:
+        """Remove what is finished."""
+        while self._finished:
+            with self._lock:
+                for key in list(self._finished):
+                    self.discard(key)
+                    self._finished.discard(key)

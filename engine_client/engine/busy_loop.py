@@ -43,6 +43,9 @@ __all__ = ["BusyLoop", "LoopState"]
 _IDLE_YIELD: Final = 0.001
 """Seconds to wait when a step had work and ran nothing, so that a waiting executor does not spin."""
 
+_STALL_LIMIT: Final = 1.0
+"""Seconds in which a front-end over its limit must take something, where it holds up others."""
+
 _FLUSH_TIMEOUT: Final = 2.0
 """Seconds for the last words to leave at the end."""
 
@@ -64,7 +67,8 @@ class BusyLoop:
         front_ends: by client index; owned by the caller until ``run``, by the loop afterwards.
         status: the engine's status page.
         shutdown_timeout: seconds that requests in flight may take to finish at shutdown; 0 aborts them.
-        backlog_limit: bytes that may wait for a front-end that does not read before it is cut off.
+        backlog_limit: bytes that may wait for a front-end.  Beyond, no step is made until it has read some; where others
+            wait too, one that does not read at all is cut off.
         ensure_main: runs the client's main module in this process, for payloads that name its objects.
         look_around: called when the engine's code may have started processes, before anybody can know of them.
     """
@@ -126,7 +130,7 @@ class BusyLoop:
         """
         try:
             while self._handle_shutdown():
-                if self._engine.has_work():
+                if self._engine.has_work() and not any(map(self._is_full, self._front_ends)):
                     self._step()
                 else:
                     self._wait()
@@ -144,9 +148,12 @@ class BusyLoop:
         """Block until a front-end, a signal or an answer has something to say."""
         self._status.idle(*self._engine.counts())
         self._look_around()
+        timeout = self._drain.remaining()
         for front_end in self._front_ends:
             self._watch(front_end)
-        self._selector.select(self._drain.remaining())
+            if self._is_full(front_end):
+                timeout = _STALL_LIMIT if timeout is None else min(timeout, _STALL_LIMIT)
+        self._selector.select(timeout)
         self._wakeup.clear()
 
     def _watch(self, front_end: FrontEnd) -> None:
@@ -165,7 +172,7 @@ class BusyLoop:
             for frame in front_end.take_received():
                 self._dispatch(front_end, frame)
             front_end.flush()
-            if front_end.channel.ended or front_end.channel.backlog > self._backlog_limit:
+            if front_end.channel.ended or self._holds_up_others(front_end):
                 self._drop(front_end)
         self._send_outputs(self._engine.take_outputs())
         while self._answers:
@@ -182,6 +189,16 @@ class BusyLoop:
                 for frame in front_end.receive():
                     if frame.kind == Kind.ABORT:
                         self._engine.abort_requests(front_end.abort(frame))
+
+    def _is_full(self, front_end: FrontEnd) -> bool:
+        """Tell whether so much waits for a front-end that nothing should be added."""
+        return not front_end.gone and front_end.channel.backlog > self._backlog_limit
+
+    def _holds_up_others(self, front_end: FrontEnd) -> bool:
+        """Tell whether the engine waits for a front-end that does not read, though others would."""
+        if not self._is_full(front_end) or time.monotonic() - front_end.took_at < _STALL_LIMIT:
+            return False
+        return sum(not other.gone for other in self._front_ends) > 1
 
     def _drop(self, front_end: FrontEnd) -> None:
         """Let go of a front-end that left or does not read; the engine ends with its last one."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import select
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -40,6 +41,7 @@ class FrontEnd:
         self.channel = channel
         self.rank = rank
         self.gone = False
+        self.took_at = 0.0  # when it was last seen to take something of what waits for it, or to have taken all
         self.log = logging.getLogger("engine_client.engine")
         self._keys: dict[str, int] = {}
         self._ids: dict[int, str] = {}
@@ -107,8 +109,12 @@ class FrontEnd:
 
     def flush(self) -> None:
         """Write what waits and fits."""
+        waiting = self.channel.backlog
         with suppress(BrokenPipeError):  # the end of the stream, which the loop reads next, says the same
             self.channel.flush()
+        left = self.channel.backlog
+        if not left or left < waiting:
+            self.took_at = time.monotonic()
 
     def send_outputs(self, outputs: EngineCoreOutputs) -> list[str]:
         """Send a step's outputs; return the ids of requests that had to be ended because theirs cannot be sent."""

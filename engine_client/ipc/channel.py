@@ -25,13 +25,12 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
 from typing import Final
 
 from engine_client.errors import RemoteProtocolError
 from engine_client.interfaces import Buffer
 from engine_client.ipc.arena import ArenaReader, ArenaWriter
-from engine_client.protocol.framing import FrameReader, RawFrame, Segment, pack_prefix
+from engine_client.protocol.framing import FrameReader, Kind, RawFrame, Segment, pack_prefix
 from engine_client.protocol.wire import Frame
 
 __all__ = ["Channel"]
@@ -41,6 +40,10 @@ _JOIN_BELOW: Final = 16 * 1024
 
 _MOST_VECTORS: Final = 1024
 """``IOV_MAX`` on Linux and macOS."""
+
+_IN_MEMORY: Final = frozenset({Kind.ADD, Kind.UTILITY, Kind.OUTPUTS, Kind.REPLY})
+"""The kinds of frames that carry what users send.  What starts, steers and ends an engine stays in the pipe: it must
+arrive where memory cannot be mapped, or is not yet."""
 
 _MOST_READS: Final = 64
 """Reads in one ``receive``, so that one busy peer does not keep its reader from the others."""
@@ -151,7 +154,7 @@ class Channel:
         segments: list[Segment] = []
         header = frame.header
         try:
-            inline = self._place(frame.buffers, segments) if frame.buffers else []
+            inline = self._place(frame, segments) if frame.buffers else []
             prefix = pack_prefix(frame.kind, frame.flags, frame.ref, len(header), segments)
             parts: list[Buffer] = [prefix + header] if len(header) < _JOIN_BELOW else [prefix, header]
             outgoing = _Outgoing(parts + inline if inline else parts)
@@ -171,13 +174,14 @@ class Channel:
                 if self._backlog and self._backlog[-1] is outgoing:
                     self._backlog[-1] = outgoing.owned()
 
-    def _place(self, buffers: Sequence[memoryview], segments: list[Segment]) -> list[Buffer]:
+    def _place(self, frame: Frame, segments: list[Segment]) -> list[Buffer]:
         """Copy big buffers into shared memory; fill ``segments``, return those that stay in the pipe."""
         inline: list[Buffer] = []
-        for view in buffers:
+        writer = self._writer if frame.kind in _IN_MEMORY else None
+        for view in frame.buffers:
             segment = None
-            if view.nbytes >= self._threshold and self._writer is not None:
-                segment = self._writer.segment_of(view, self._party) or self._writer.put(view, self._party)
+            if view.nbytes >= self._threshold and writer is not None:
+                segment = writer.segment_of(view, self._party) or writer.put(view, self._party)
                 if segment is None:
                     self.in_pipe += 1
                 else:
