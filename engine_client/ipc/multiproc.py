@@ -50,9 +50,9 @@ class MultiprocessingHandle(ChildHandle):
 
     def close(self) -> None:
         """Close the sentinel.  Idempotent; what is known of the end stays known."""
-        if self._look():
-            with suppress(ValueError):  # multiprocessing does not know of the end: the host reaped it
-                self._process.close()
+        if self._look() and self._owner == os.getpid():
+            self._collect()
+            self._process.close()
         super().close()
 
     def _peek(self) -> tuple[bool, int | None, bool]:
@@ -72,7 +72,10 @@ class MultiprocessingHandle(ChildHandle):
         return None
 
     def _collect(self) -> None:
-        with suppress(ValueError, AssertionError):  # as above
+        with suppress(ValueError):  # closed already
+            if self._process.exitcode is None:
+                # The host reaped it; multiprocessing cannot be told, and would keep it and its pipes for ever.
+                self._process._popen.returncode = _LOST  # type: ignore[attr-defined]  # noqa: SLF001
             self._process.join(0)
 
 
