@@ -142,13 +142,13 @@ def reduce_tensor(value: Any) -> Any:
     torch = sys.modules["torch"]
     if value.device.type != "cpu" or value.layout is not torch.strided or value.is_quantized or value.__dict__:
         return NotImplemented
-    plain = value.detach().resolve_conj().resolve_neg()
-    # A transposed tensor is sent in the order of its memory, and transposed again on arrival.
-    order = sorted(range(plain.dim()), key=plain.stride, reverse=True)
-    ordered = plain.permute(order)
-    if not ordered.is_contiguous():
-        order = list(range(plain.dim()))
-        ordered = plain.contiguous()
+    ordered = plain = value.detach().resolve_conj().resolve_neg()
+    order: list[int] | None = None
+    if not plain.is_contiguous():  # a transposed tensor is sent in the order of its memory, and turned back on arrival
+        order = sorted(range(plain.dim()), key=plain.stride, reverse=True)
+        ordered = plain.permute(order)
+        if not ordered.is_contiguous():
+            order, ordered = None, plain.contiguous()
     try:
         raw = ordered.reshape(-1).view(torch.uint8).numpy()
     except RuntimeError:
@@ -158,15 +158,16 @@ def reduce_tensor(value: Any) -> Any:
     return rebuild_tensor, (data, name, tuple(ordered.shape), order, value.requires_grad)
 
 
-def rebuild_tensor(data: Any, name: str, shape: tuple[int, ...], order: list[int], requires_grad: bool) -> Any:
+def rebuild_tensor(data: Any, name: str, shape: tuple[int, ...], order: list[int] | None, requires_grad: bool) -> Any:
     """Return a tensor over the memory behind ``data``."""
     torch: Any = import_module("torch")
     dtype = getattr(torch, name)
     if 0 in shape:
-        ordered = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype)
     else:
-        ordered = torch.frombuffer(_writable(data), dtype=dtype, count=len(data) // dtype.itemsize).reshape(shape)
-    tensor = ordered.permute([order.index(dim) for dim in range(len(order))])
+        tensor = torch.frombuffer(_writable(data), dtype=dtype, count=len(data) // dtype.itemsize).reshape(shape)
+    if order is not None:
+        tensor = tensor.permute([order.index(dim) for dim in range(len(order))])
     return tensor.requires_grad_() if requires_grad else tensor
 
 
