@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from helpers.timing import DEADLOCK, eventually
 
-from engine_client import ClientOptions, EngineConfig
+from engine_client import ClientOptions, EngineConfig, EngineDeadError, SyncMPClient
 from engine_client.clients.link import EngineLink
 from engine_client.clients.start import launch_engine
 from engine_client.ipc.arena import ArenaWriter, create_memory
@@ -229,3 +230,21 @@ def test_log_lines_outlive_the_engine() -> None:
         e.link.handle.kill()
         e.link.handle.join(DEADLOCK)
         assert e.link.log_lines() == ["WARNING engine_client.testing: the last line"]
+
+
+class LosesWorkers(EchoExecutor):
+    """Reports, from a thread of its own, that its workers have failed."""
+
+    def encode(self, text: str) -> list[int]:
+        """Fail in a moment."""
+        assert self.failure_callback is not None
+        threading.Timer(0.05, self.failure_callback).start()
+        return super().encode(text)
+
+
+def test_workers_that_fail_between_steps_end_the_engine() -> None:
+    """An idle engine whose executor reports a failure dies with that cause."""
+    with SyncMPClient(EngineConfig(), LosesWorkers, False) as client:
+        assert client.collective_rpc("encode", args=("x",)) == [[120]]
+        with pytest.raises(EngineDeadError, match="Executor failed"):
+            client.get_output(timeout=DEADLOCK)
