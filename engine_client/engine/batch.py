@@ -134,7 +134,8 @@ class Batch:
     Args:
         requests: in the order in which the outputs are expected.
         total_num_scheduled_tokens: the sum over the requests, within ``max_num_batched_tokens``.
-        preempted_request_ids: requests that lost their KV blocks since the last batch; they come back later.
+        preempted_request_ids: requests that lost their KV blocks since the last batch; they come back, now or later,
+            and are computed anew.
         step: counts the batches of this engine, from 0.
     """
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final, NoReturn
 
-from engine_client.deadline import Deadline
+from engine_client.deadline import Deadline, check_timeout
 from engine_client.engine.batch import Batch, IntView, ModelOutput, ScheduledRequest
 from engine_client.interfaces import ProgressCallback
 
@@ -220,7 +220,7 @@ class Executor(ABC):
             AttributeError, TypeError: there is no such method.
             TimeoutError: it took longer than ``timeout`` seconds in all.
         """
-        deadline = Deadline(timeout)
+        deadline = Deadline(check_timeout(timeout))
         return [_call(_bind(worker, method), args, kwargs or {}, deadline, str(method)) for worker in self.workers()]
 
     def register_failure_callback(self, callback: Callable[[], None]) -> None:

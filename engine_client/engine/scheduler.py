@@ -172,10 +172,7 @@ class Scheduler:
         """
         self._in_step = []
         scheduled: list[ScheduledRequest] = []
-        before = len(self._preempted)
-        budget = self._schedule_running(scheduled)
-        if self._waiting and len(self._preempted) == before:
-            budget = self._admit(scheduled, budget)
+        budget = self._admit(scheduled, self._schedule_running(scheduled))
         self._drop_ended()
         preempted, self._preempted = self._preempted, []
         batch = Batch(tuple(scheduled), self.limits.max_num_batched_tokens - budget, preempted, self._num_steps)

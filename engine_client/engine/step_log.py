@@ -29,7 +29,7 @@ def log_failure(batch: Batch, scheduler: Any) -> Iterator[None]:
     except Exception:
         names = ", ".join(repr(request.request_id) for request in batch.requests[:_SHOWN])
         _log.error(  # without the traceback, which whoever gets the exception has
-            "step %d failed: %d tokens of %d requests (%s%s); %r",
+            "step %d failed: %d tokens of %d requests (%s%s); %s",
             batch.step,
             batch.total_num_scheduled_tokens,
             len(batch),
