@@ -52,6 +52,9 @@ _DEEPEST: Final = 50
 _MOST_NODES: Final = 1000
 """Most exceptions in an envelope; a wide group is cut here."""
 _LONGEST_TEXT: Final = 1024 * 1024
+_RAISED: Final = "Traceback "
+_FRAME: Final = ", in "
+"""Ends the place of the first frame."""
 _LARGE_PICKLE: Final = 64 * 1024
 _PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
 """Types whose values go into an envelope as they are."""
@@ -218,10 +221,22 @@ def _decode_all(envelope: tuple[Any, ...], load: Callable[[Any, Any], Any]) -> B
         if node.trace is not None:
             set_field(error, "__traceback__", attempt(rebuild_trace, node.trace, otherwise=None))
         attributes = field(error, "__dict__")
-        if not (isinstance(own := attributes.get("remote_traceback"), str) and own):  # of a journey before this one
-            attributes["remote_traceback"] = node.trace_text
+        attributes["remote_traceback"] = _story(attributes.get("remote_traceback"), node)
         errors.append(error)
     return errors[-1]
+
+
+def _story(before: Any, node: _Node) -> str:
+    """Return the text of the tracebacks of all journeys; ``before`` is that of the earlier ones."""
+    if not isinstance(before, str) or not before:
+        return node.trace_text
+    if node.trace is None:  # it was not raised since
+        return before
+    _, raised, frames = before.partition(_RAISED)
+    place = frames.partition(_FRAME)[0]
+    if not raised or (place and place in node.trace_text):  # what is raised again keeps its traceback
+        return node.trace_text
+    return cut(f"{before.rstrip()}\n\nIt was raised again, in another process:\n\n{node.trace_text}", _LONGEST_TEXT)
 
 
 def _stand_in(node: _Node) -> RemoteCallError:
