@@ -138,7 +138,10 @@ class ArenaReader:
             size = os.fstat(self._fd).st_size
             if end > size:
                 raise RemoteProtocolError(f"a range of {length} bytes at {offset} in {size} bytes of shared memory")
-            self._mapping = map_memory(self._fd, size)
+            try:
+                self._mapping = map_memory(self._fd, size)
+            except (OSError, MemoryError):  # the file is longer than what exists: address space may do for that
+                self._mapping = map_memory(self._fd, end)
             self._faulted = TABLE_SIZE
         if end > self._faulted:
             prefault(self._mapping, max(offset, self._faulted), end, write=False)

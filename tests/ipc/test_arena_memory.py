@@ -164,6 +164,8 @@ def test_without_descriptors_it_is_an_oserror():
             assert error.errno == 24, error
         else:
             raise SystemExit("no error")
+        for each in fds:
+            os.close(each)
     """).check()
 
 
