@@ -12,8 +12,9 @@ from engine_client.clients.link import EngineLink
 from engine_client.errors import ClosedError, EngineDeadError
 from engine_client.ipc.exits import exit_name
 from engine_client.ipc.processes import memory_hint
+from engine_client.protocol.exception_fields import text_of
 
-__all__ = ["Ending", "closed_ending", "death_of"]
+__all__ = ["Ending", "closed_ending", "death_of", "owner_of_fork"]
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def death_of(link: EngineLink, exitcode: int | None, fault: BaseException | None
 def _reason(cause: BaseException | None, name: str, phase: str) -> str:
     if cause is None:
         return name
-    text = str(cause)
+    text = text_of(cause)
     if len(text) > 65_536:
         text = f"{text[:32_768]} … {text[-32_768:]}"
     while_phase = f" while {phase}" if phase else ""

@@ -33,6 +33,7 @@ from engine_client.ipc.launcher import EngineFds, launch
 from engine_client.ipc.processes import memory_hint
 from engine_client.ipc.status_page import StatusReader
 from engine_client.messages import EngineCoreReadyResponse
+from engine_client.protocol.exception_fields import text_of
 from engine_client.protocol.framing import Kind
 from engine_client.protocol.wire import (
     PROTOCOL_VERSION,
@@ -198,7 +199,7 @@ class Handshake:
         try:
             self._advance(link, frame)
         except Exception as error:  # noqa: BLE001  # decoding runs the engine's code; only this start fails
-            self._fail(link, f"sent a message that cannot be used: {type(error).__name__}: {error}", error)
+            self._fail(link, f"sent a message that cannot be used: {type(error).__name__}: {text_of(error)}", error)
 
     def _advance(self, link: EngineLink, frame: Frame) -> None:
         kind = frame.kind
@@ -221,7 +222,7 @@ class Handshake:
             del self._waiting[link.rank]
         elif kind == Kind.FAILED:
             error, link.phase = decode_dead(frame)
-            text = f"failed while {link.phase}: {type(error).__name__}: {error}"
+            text = f"failed while {link.phase}: {type(error).__name__}: {text_of(error)}"
             self._fail(link, text, error)
         else:
             raise RemoteProtocolError(f"a {Kind(kind).name} message before READY")

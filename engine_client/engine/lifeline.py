@@ -15,8 +15,8 @@ process adopts orphans: both would tell wrong.
 
 Invariants: I5 (nothing outlives the launcher).
 
-Threads: ``arm`` and ``guard_descendants`` on the main thread.  ``_watch`` runs in a daemon thread of its own, which
-blocks in ``poll`` for as long as the launcher lives.
+Threads: ``arm`` on the main thread, ``look`` on that and on the watcher.  ``_watch`` runs in a daemon thread of its own,
+which blocks in ``poll`` for as long as the launcher lives; while the engine is being built it looks around now and then.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from contextlib import suppress
 from typing import Final
 
 from engine_client.ipc.handle import has_pidfd
-from engine_client.ipc.processes import Descendant, descendants
+from engine_client.ipc.processes import Descendant, children_of_this_process, descendants
 
 __all__ = ["Lifeline", "arm", "is_launcher_alive", "kill_everything", "reopen", "tie"]
 
 _LOOK: Final = 1.0
 """Seconds between looks at a launcher that cannot be watched through a descriptor."""
+_LOOK_AT_START: Final = 0.1
+"""Seconds between looks at what an engine starts while it is being built, when its own thread is busy."""
 
 
 class Lifeline:
@@ -56,7 +58,11 @@ class Lifeline:
         self._end = kill_everything if end is None else end
         # -- set once, by arm --
         self.pidfd = -1
-        # -- main thread; the watcher reads whole values --
+        self.on_strays: Callable[[list[tuple[int, int]]], None] = lambda strays: None
+        self._starting = True
+        # -- guarded by _lock; the watcher reads whole values --
+        self._lock = threading.RLock()
+        self._children: bytes | None = b""
         self.strays: tuple[Descendant, ...] = ()
         self.guards: dict[int, int] = {}  # by owner, as F_SETOWN wants it: descriptors of the same pipe
 
@@ -68,15 +74,43 @@ class Lifeline:
             with suppress(ProcessLookupError):  # gone: found out below
                 self.pidfd = os.pidfd_open(self._launcher_pid)
         # Only now, so that an end in between is seen either here or by what was just set up.
-        if self._is_hung_up() or not is_launcher_alive(self._launcher_pid):
-            self._end(self.strays)
+        self.leave()
         threading.Thread(target=self._watch, name="engine-lifeline", daemon=True).start()
 
-    def guard_descendants(self) -> None:
-        """Tie processes below us that left our process group to the launcher as well.
+    def leave(self, wait: float = 0.0) -> None:
+        """End everything if the launcher is gone; to be called before the main thread ends this process in order.
 
-        To be called when such processes may have come into being; costs next to nothing while there are none.
+        Otherwise its end could take the watcher with it before that has killed what is below us.
+
+        Args:
+            wait: seconds that the launcher gets to be gone.
         """
+        if self._is_hung_up(wait) or not is_launcher_alive(self._launcher_pid):
+            self._end(self.strays)
+
+    def look(self) -> None:
+        """Guard descendants anew if the children of this process are others than at the last look.
+
+        To be called when such processes may have come into being; costs a few microseconds while there are none.
+        """
+        children = children_of_this_process()
+        if children is None or children != self._children:
+            with self._lock:
+                self._children = children  # from before the search, which may find more
+                self.guard_descendants()
+
+    def started(self) -> None:
+        """Note that the engine is built: from here on ``look`` is called when there is something to see."""
+        self.look()
+        self._starting = False
+
+    def guard_descendants(self) -> None:
+        """Tie processes below us that left our process group to the launcher as well, and tell who they are."""
+        with self._lock:
+            self._guard_locked()
+
+    def _guard_locked(self) -> None:
+        """Look for them, below this process.  Requires ``_lock``."""
         own = os.getpgrp()
         found = descendants(os.getpid())
         strays = [(stray, group) for stray in found if (group := stray.group()) is not None and group != own]
@@ -95,6 +129,7 @@ class Lifeline:
                     os.close(guard)
         for owner in self.guards.keys() - owners:
             os.close(self.guards.pop(owner))
+        self.on_strays([(stray.pid, stray.started) for stray in self.strays])
 
     def _watch(self) -> None:
         """Block until the launcher is gone, then end everything."""
@@ -102,15 +137,22 @@ class Lifeline:
         poller.register(self._fd, 0)  # a hang-up is always told
         if self.pidfd >= 0:
             poller.register(self.pidfd, select.POLLIN)
-        timeout = None if self.pidfd >= 0 else _LOOK * 1000
-        while not poller.poll(timeout) and is_launcher_alive(self._launcher_pid):
-            pass
+        while not poller.poll(self._patience()) and is_launcher_alive(self._launcher_pid):
+            if self._starting:
+                with suppress(Exception):  # whatever it was, watching goes on
+                    self.look()
         self._end(self.strays)
 
-    def _is_hung_up(self) -> bool:
+    def _patience(self) -> float | None:
+        """Return for how many milliseconds the watcher may sleep."""
+        if self._starting:
+            return _LOOK_AT_START * 1000
+        return None if self.pidfd >= 0 else _LOOK * 1000
+
+    def _is_hung_up(self, wait: float) -> bool:
         poller = select.poll()
         poller.register(self._fd, 0)
-        return bool(poller.poll(0))
+        return bool(poller.poll(wait * 1000))
 
 
 def arm(fd: int, launcher_pid: int) -> Lifeline:

@@ -51,6 +51,10 @@ _LAST_WORDS_TIMEOUT: Final = 1.0
 """Seconds for the cause of a death to leave; the client waits about as long for the process to end."""
 
 
+_HANG_UP_WAIT: Final = 0.05
+"""Seconds between the moment that a dying client's channel is seen closed and the one that its lifeline is."""
+
+
 def build_engine(
     vllm_config: Any, executor_class: Callable[..., Any], log_stats: bool, context: EngineContext
 ) -> EngineCore:
@@ -59,7 +63,7 @@ def build_engine(
     from engine_client.engine.executor import progress_to  # noqa: PLC0415  # as above
 
     with progress_to(context.progress):
-        return OwnEngineCore(vllm_config, executor_class, log_stats)
+        return OwnEngineCore(vllm_config, executor_class, log_stats, context.executor_failed)
 
 
 def run_engine(fds: EngineFds, launcher_pid: int) -> None:
@@ -72,14 +76,18 @@ def run_engine(fds: EngineFds, launcher_pid: int) -> None:
     Raises:
         SystemExit: always; the exit code says whether the end was in order.
     """
-    lifeline.arm(fds.lifeline, launcher_pid)
+    line = lifeline.arm(fds.lifeline, launcher_pid)
     _enable_fault_reports(fds.faults)
     status = StatusWriter(fds.page)
+    line.on_strays = status.set_strays
     channel = Channel(fds.channel, name="client")
     with ExitStack() as stack:
         stack.callback(status.close)
         stack.callback(channel.close)
-        sys.exit(_Engine(channel, status, fds).run())
+        engine = _Engine(channel, status, fds, line)
+        code = engine.run()
+        line.leave(_HANG_UP_WAIT if channel.ended else 0.0)
+        sys.exit(code)
 
 
 def _enable_fault_reports(fd: int) -> None:
@@ -93,13 +101,14 @@ def _enable_fault_reports(fd: int) -> None:
 class _Engine:
     """The phases of one engine process, in order."""
 
-    def __init__(self, channel: Channel, status: StatusWriter, fds: EngineFds) -> None:
+    def __init__(self, channel: Channel, status: StatusWriter, fds: EngineFds, line: lifeline.Lifeline) -> None:
         self.channel = channel
         self.status = status
         self.fds = fds
+        self.lifeline = line
         self.phase = "handshake"
         self.loop: BusyLoop | None = None
-        self.stop_signal = ""
+        self.executor_error: BaseException | None = None
 
     def run(self) -> int:
         """Live from HELLO to the end; return the exit code."""
@@ -147,9 +156,15 @@ class _Engine:
         self.phase = "building the engine"
         module, _, function = init.target.partition(":")
         build = getattr(import_module(module), function)
-        context = EngineContext(init.rank, self._progress, options)
+        context = EngineContext(init.rank, self._progress, options, self._executor_failed)
         engine: EngineCore = build(vllm_config, executor_class, log_stats, context)
         return front_end, engine, float(getattr(vllm_config, "shutdown_timeout", 0) or 0)
+
+    def _executor_failed(self) -> None:
+        """End the loop, from whichever thread; before there is one, the start itself is about to fail."""
+        self.executor_error = RuntimeError("Executor failed.")
+        if self.loop is not None:
+            self.loop.fail(self.executor_error)
 
     def _progress(self, phase: str, done: int, total: int) -> None:
         self.phase = phase
@@ -165,7 +180,11 @@ class _Engine:
                 shutdown_timeout=timeout,
                 backlog_limit=init.options["backlog_limit"],
                 ensure_main=lambda: ensure_main(init.main),
+                look_around=self.lifeline.look,
             )
+            self.lifeline.started()
+            if self.executor_error is not None:
+                raise self.executor_error
             self._handle_signals()
             self.phase = "serving"
             self.status.set_state(EngineState.READY)

@@ -31,7 +31,7 @@ from typing import Final, Literal
 from engine_client.deadline import Deadline
 from engine_client.ipc.exits import exit_name
 from engine_client.ipc.handle import ChildHandle
-from engine_client.ipc.processes import Descendant, descendants
+from engine_client.ipc.processes import Descendant, descendants, find_descendant
 
 __all__ = ["How", "ProcessGroup"]
 
@@ -52,6 +52,7 @@ class _Member:
 
     rank: int
     handle: ChildHandle
+    strays: Callable[[], Iterable[tuple[int, int]]]
     recorded: dict[int, Descendant] = field(default_factory=dict)
     asked: bool = False
     how: How | None = None
@@ -68,10 +69,18 @@ class ProcessGroup:
         self._members: dict[int, _Member] = {}
         self._swept: list[Descendant] = []  # killed behind their engines, perhaps not gone yet
 
-    def add(self, rank: int, handle: ChildHandle) -> None:
-        """Own a process that was just started."""
+    def add(
+        self, rank: int, handle: ChildHandle, strays: Callable[[], Iterable[tuple[int, int]]] = lambda: ()
+    ) -> None:
+        """Own a process that was just started.
+
+        Args:
+            rank: its number here.
+            handle: of the process.
+            strays: tells which processes have left its group, by its own account: pid, and ``Descendant.started``.
+        """
         with self._lock:
-            self._members[rank] = _Member(rank, handle)
+            self._members[rank] = _Member(rank, handle, strays)
 
     def handle(self, rank: int) -> ChildHandle:
         """Return the handle of a rank."""
@@ -230,6 +239,9 @@ class ProcessGroup:
             # Reaped by the host: then the number is the group's own only while no process has it as its pid.
             if not handle.is_reaped or not _is_pid_used(handle.pid):
                 _kill_group(handle.pid)
+            for pid, started in member.strays():
+                if pid not in member.recorded and (stray := find_descendant(pid, started)) is not None:
+                    member.recorded[pid] = stray
             below = [found for found in member.recorded.values() if found.is_running()]
             for found in below:
                 for deeper in descendants(found.pid):

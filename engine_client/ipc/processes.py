@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     import psutil
 
-__all__ = ["Descendant", "descendants", "memory_hint"]
+__all__ = ["Descendant", "children_of_this_process", "descendants", "find_descendant", "memory_hint"]
 
 _UNLIMITED: Final = 1 << 60
 """Bytes from which on a limit is none: the old cgroups write the largest number of pages for it."""
+_SAME_START: Final = 100
+"""Hundredths of a second."""
 
 
 class Descendant:
@@ -32,6 +34,15 @@ class Descendant:
     def __init__(self, process: psutil.Process) -> None:
         self.pid = process.pid
         self._process = process  # keeps the time of creation and compares it
+
+    @property
+    def started(self) -> int:
+        """Return when it was created, in hundredths of a second; 0 when it is gone."""
+        import psutil  # noqa: PLC0415 (see the module docstring)
+
+        with suppress(psutil.Error):
+            return int(self._process.create_time() * 100)
+        return 0
 
     def is_running(self) -> bool:
         """Tell whether it still runs; a zombie does not."""
@@ -69,6 +80,37 @@ def descendants(pid: int) -> list[Descendant]:
         return [Descendant(process) for process in psutil.Process(pid).children(recursive=True)]
     except psutil.Error:  # it ended while we looked
         return []
+
+
+def find_descendant(pid: int, started: int) -> Descendant | None:
+    """Return the process that another one has recorded by pid and ``started``; None when it is gone."""
+    import psutil  # noqa: PLC0415 (see the module docstring)
+
+    with suppress(psutil.Error):  # it is gone
+        found = Descendant(psutil.Process(pid))
+        # To the second, since each process reckons with a time of the machine's start that it has read itself.
+        if abs(found.started - started) <= _SAME_START:
+            return found
+    return None
+
+
+def children_of_this_process() -> bytes | None:
+    """Return something that changes when children come or go: empty without children, None where nothing tells.
+
+    Made to be asked often: a few microseconds while there are none.
+    """
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return b""
+    found = []
+    try:
+        for task in os.listdir("/proc/self/task"):
+            with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/self/task/{task}/children", "rb") as file:
+                found.append(file.read())
+    except OSError:  # no /proc
+        return None
+    return b"".join(found) or None
 
 
 def _has_children(pid: int) -> bool | None:

@@ -23,12 +23,13 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from engine_client.ipc.arena_memory import reserve
 
-__all__ = ["SPIN_WORDS", "EngineState", "EngineStatus", "StatusReader", "StatusWriter"]
+__all__ = ["MOST_STRAYS", "SPIN_WORDS", "EngineState", "EngineStatus", "StatusReader", "StatusWriter"]
 
 # Words of eight bytes, by index.
 _STATE: Final = 0
@@ -41,6 +42,11 @@ _LOG_CLAIMED: Final = 6  # bytes ever written to the ring, before the bytes are 
 _LOG_WRITTEN: Final = 7  # ... and after
 _VOTES: Final = 8  # two words, for even and odd rounds
 _SPIN: Final = 16
+
+_STRAYS: Final = 128  # how many, then for each pid and start
+
+MOST_STRAYS: Final = 128
+"""How many processes that left the engine's group the page has room for."""
 
 SPIN_WORDS: Final = 64
 """How many front-ends have a spin word of their own; further ones share."""
@@ -153,6 +159,13 @@ class StatusWriter:
         """Change the front-end's spin word: something was just written to its channel."""
         self._words[_SPIN + front_end % SPIN_WORDS] += 1
 
+    def set_strays(self, strays: Sequence[tuple[int, int]]) -> None:
+        """Say which processes below the engine have left its process group: pid and start of each."""
+        for index, (pid, started) in enumerate(strays[:MOST_STRAYS]):
+            self._words[_STRAYS + 1 + 2 * index] = pid
+            self._words[_STRAYS + 2 + 2 * index] = started
+        self._words[_STRAYS] = min(len(strays), MOST_STRAYS)
+
     def log(self, text: str) -> None:
         """Keep a log record, of one or several lines, where it can be read after a crash."""
         line = text.encode("utf-8", "backslashreplace") + b"\n"
@@ -239,6 +252,12 @@ class StatusReader:
     def spin_word(self, front_end: int) -> int:
         """Return a number that changes whenever something is written to the front-end's channel."""
         return self._words[_SPIN + front_end % SPIN_WORDS]
+
+    def strays(self) -> list[tuple[int, int]]:
+        """Return pid and start of the processes below the engine that have left its process group."""
+        count = min(self._words[_STRAYS], MOST_STRAYS)
+        values = list(self._words[_STRAYS + 1 : _STRAYS + 1 + 2 * count])
+        return list(zip(values[::2], values[1::2], strict=True))
 
     def log_lines(self) -> list[str]:
         """Return the last lines that the engine logged, oldest first."""

@@ -342,7 +342,7 @@ def test_a_stray_is_tied_to_the_lifeline(harmless, pipe, monkeypatch):
 def test_what_moved_while_we_looked_is_not_guarded(harmless, pipe, monkeypatch):
     """A guard whose process changed its group meanwhile is dropped, since the group may be a stranger's by now."""
     groups = [111, 222]
-    stray = SimpleNamespace(pid=1234, group=lambda: groups.pop(0))
+    stray = SimpleNamespace(pid=1234, started=5, group=lambda: groups.pop(0))
     monkeypatch.setattr(lifeline, "descendants", lambda pid: [stray])
     line = Lifeline(pipe[0], os.getppid())
     line.guard_descendants()
@@ -352,7 +352,7 @@ def test_what_moved_while_we_looked_is_not_guarded(harmless, pipe, monkeypatch):
 
 def test_without_proc_nothing_can_be_guarded(harmless, pipe, monkeypatch):
     """Where a pipe cannot be opened once more, guarding does nothing, and the watcher knows the strays."""
-    monkeypatch.setattr(lifeline, "descendants", lambda pid: [SimpleNamespace(pid=1234, group=lambda: 1234)])
+    monkeypatch.setattr(lifeline, "descendants", lambda pid: [SimpleNamespace(pid=1234, started=5, group=lambda: 1234)])
     monkeypatch.setattr(lifeline, "reopen", lambda fd: None)
     line = Lifeline(pipe[0], os.getppid())
     line.guard_descendants()
@@ -388,3 +388,31 @@ def test_a_launcher_is_known_by_its_start(monkeypatch):
     stats.clear()
     monkeypatch.setattr(os.path, "exists", lambda path: False)
     assert lifeline.is_launcher_alive(1)  # no /proc to tell otherwise
+
+
+def test_a_look_costs_nothing_while_nothing_changes(harmless, pipe, monkeypatch):
+    """Descendants are searched only when the children of this process have changed since the last look."""
+    searched = []
+    monkeypatch.setattr(lifeline, "descendants", lambda pid: searched.append(pid) or [])
+    children = [b"", b"", b"7 ", b"7 ", b"7 8 ", None, None]
+    monkeypatch.setattr(lifeline, "children_of_this_process", lambda: children.pop(0))
+    line = Lifeline(pipe[0], os.getppid())
+    seen = []
+    while children:
+        line.look()
+        seen.append(len(searched))
+    assert seen == [0, 0, 1, 1, 2, 3, 4]
+
+
+def test_strays_are_told(harmless, pipe, monkeypatch):
+    """Whoever keeps account of strays learns their pids and starts."""
+    monkeypatch.setattr(
+        lifeline, "descendants", lambda pid: [SimpleNamespace(pid=1234, started=5, group=lambda: 1234)]
+    )
+    monkeypatch.setattr(lifeline, "reopen", lambda fd: None)
+    monkeypatch.setattr(lifeline, "children_of_this_process", lambda: b"1234 ")
+    line = Lifeline(pipe[0], os.getppid())
+    told = []
+    line.on_strays = told.append
+    line.started()
+    assert told == [[(1234, 5)]]

@@ -232,7 +232,9 @@ NATIVE = {"free": lambda: ctypes.CDLL(None).sleep(600), "holds the GIL": lambda:
 
 def armed(fds: EngineFds, launcher_pid: int) -> None:
     """Arm the lifeline, then do as told."""
-    obey(fds, launcher_pid, lifeline.arm(fds.lifeline, launcher_pid))
+    line = lifeline.arm(fds.lifeline, launcher_pid)
+    obey(fds, launcher_pid, line)
+    line.leave(0.05)
 
 
 def armed_without_signals(fds: EngineFds, launcher_pid: int) -> None:

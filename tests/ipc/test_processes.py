@@ -12,7 +12,13 @@ import psutil
 import pytest
 
 from engine_client.ipc import processes
-from engine_client.ipc.processes import Descendant, descendants, memory_hint
+from engine_client.ipc.processes import (
+    Descendant,
+    children_of_this_process,
+    descendants,
+    find_descendant,
+    memory_hint,
+)
 from helpers.procs import run_script
 from helpers.timing import DEADLOCK, eventually
 
@@ -111,6 +117,41 @@ def test_one_that_vanishes_while_looked_at(monkeypatch):
     monkeypatch.setattr(psutil.Process, "kill", gone)
     assert not found.is_running()
     found.kill()
+
+
+def test_a_recorded_process_is_found_again(monkeypatch):
+    """A process is found by pid and start, and another with that pid is not taken for it."""
+    with subprocess.Popen(["sleep", "60"]) as child:
+        (found,) = descendants(os.getpid())
+        assert find_descendant(child.pid, found.started).pid == child.pid
+        assert find_descendant(child.pid, found.started - 1000) is None
+        child.kill()
+        child.wait()
+        assert find_descendant(child.pid, found.started) is None
+
+    def gone(self):
+        raise psutil.NoSuchProcess(self.pid)
+
+    monkeypatch.setattr(psutil.Process, "create_time", gone)
+    assert Descendant(psutil.Process()).started == 0
+
+
+def test_children_that_come_and_go(monkeypatch):
+    """A change among the children is noticed; where nothing tells, None says so."""
+    assert children_of_this_process() == b""
+    with subprocess.Popen(["sleep", "60"]) as child:
+        assert str(child.pid).encode() in children_of_this_process()
+        real = os.listdir
+
+        def listdir(path):
+            if path == "/proc/self/task":
+                raise FileNotFoundError(path)
+            return real(path)
+
+        monkeypatch.setattr(os, "listdir", listdir)
+        assert children_of_this_process() is None
+        child.kill()
+    assert children_of_this_process() == b""
 
 
 class TestMemoryHint:

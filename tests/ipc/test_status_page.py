@@ -10,7 +10,14 @@ import time
 import pytest
 
 from engine_client.ipc.arena_memory import create_memory
-from engine_client.ipc.status_page import SPIN_WORDS, EngineState, EngineStatus, StatusReader, StatusWriter
+from engine_client.ipc.status_page import (
+    MOST_STRAYS,
+    SPIN_WORDS,
+    EngineState,
+    EngineStatus,
+    StatusReader,
+    StatusWriter,
+)
 
 
 class Page:
@@ -262,3 +269,15 @@ def _seconds_of_steps(writer):
         writer.step_begin()
         writer.step_end(1, 1)
     return time.perf_counter() - began
+
+
+def test_strays_are_on_the_page(page):
+    """Processes that left the engine's group can be read from the page, as many as there is room for."""
+    writer, reader = page.writer, page.reader
+    assert reader.strays() == []
+    writer.set_strays([(11, 12), (13, 14)])
+    assert reader.strays() == [(11, 12), (13, 14)]
+    writer.set_strays([(number, 1) for number in range(1000)])
+    assert len(reader.strays()) == MOST_STRAYS
+    writer.set_strays([])
+    assert reader.strays() == []
