@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     )
     from engine_client.clients.mp import (
         BackgroundResources as BackgroundResources,
-    )
-    from engine_client.clients.mp import (
         MPClient as MPClient,
     )
     from engine_client.clients.sync import (
@@ -27,29 +25,15 @@ if TYPE_CHECKING:
     )
     from engine_client.config import (
         CacheConfig as CacheConfig,
-    )
-    from engine_client.config import (
         ClientOptions as ClientOptions,
-    )
-    from engine_client.config import (
         EngineConfig as EngineConfig,
-    )
-    from engine_client.config import (
         ModelConfig as ModelConfig,
-    )
-    from engine_client.config import (
         ParallelConfig as ParallelConfig,
-    )
-    from engine_client.config import (
         SchedulerConfig as SchedulerConfig,
     )
     from engine_client.engine.batch import (
         Batch as Batch,
-    )
-    from engine_client.engine.batch import (
         ModelOutput as ModelOutput,
-    )
-    from engine_client.engine.batch import (
         ScheduledRequest as ScheduledRequest,
     )
     from engine_client.engine.core import (
@@ -60,127 +44,57 @@ if TYPE_CHECKING:
     )
     from engine_client.errors import (
         ClosedError as ClosedError,
-    )
-    from engine_client.errors import (
         EngineClientError as EngineClientError,
-    )
-    from engine_client.errors import (
         EngineDeadError as EngineDeadError,
-    )
-    from engine_client.errors import (
         EngineGenerateError as EngineGenerateError,
-    )
-    from engine_client.errors import (
         EngineStalledError as EngineStalledError,
-    )
-    from engine_client.errors import (
         ForeignProcessError as ForeignProcessError,
-    )
-    from engine_client.errors import (
         HandshakeTimeout as HandshakeTimeout,
-    )
-    from engine_client.errors import (
         LocalProtocolError as LocalProtocolError,
-    )
-    from engine_client.errors import (
         ProtocolError as ProtocolError,
-    )
-    from engine_client.errors import (
         RemoteCallError as RemoteCallError,
-    )
-    from engine_client.errors import (
         RemoteProtocolError as RemoteProtocolError,
-    )
-    from engine_client.errors import (
         SerializationError as SerializationError,
-    )
-    from engine_client.errors import (
         StartupError as StartupError,
     )
     from engine_client.messages import (
         EEP_NOTIFICATION_CALL_ID as EEP_NOTIFICATION_CALL_ID,
-    )
-    from engine_client.messages import (
         FINISH_REASON_STRINGS as FINISH_REASON_STRINGS,
-    )
-    from engine_client.messages import (
         EEPNotificationType as EEPNotificationType,
-    )
-    from engine_client.messages import (
         EngineCoreEvent as EngineCoreEvent,
-    )
-    from engine_client.messages import (
         EngineCoreEventType as EngineCoreEventType,
-    )
-    from engine_client.messages import (
         EngineCoreOutput as EngineCoreOutput,
-    )
-    from engine_client.messages import (
         EngineCoreOutputs as EngineCoreOutputs,
-    )
-    from engine_client.messages import (
         EngineCoreReadyResponse as EngineCoreReadyResponse,
-    )
-    from engine_client.messages import (
         EngineCoreRequest as EngineCoreRequest,
-    )
-    from engine_client.messages import (
         EngineCoreRequestType as EngineCoreRequestType,
-    )
-    from engine_client.messages import (
         FinishReason as FinishReason,
-    )
-    from engine_client.messages import (
         LogprobsLists as LogprobsLists,
-    )
-    from engine_client.messages import (
         PauseMode as PauseMode,
-    )
-    from engine_client.messages import (
         PrefillStats as PrefillStats,
-    )
-    from engine_client.messages import (
         PrefixCacheStats as PrefixCacheStats,
-    )
-    from engine_client.messages import (
         ReconfigureDistributedRequest as ReconfigureDistributedRequest,
-    )
-    from engine_client.messages import (
         ReconfigureRankType as ReconfigureRankType,
-    )
-    from engine_client.messages import (
         SchedulerStats as SchedulerStats,
-    )
-    from engine_client.messages import (
         UtilityOutput as UtilityOutput,
-    )
-    from engine_client.messages import (
         UtilityResult as UtilityResult,
     )
     from engine_client.params import (
         LoRARequest as LoRARequest,
-    )
-    from engine_client.params import (
         PoolingParams as PoolingParams,
-    )
-    from engine_client.params import (
         SamplingParams as SamplingParams,
     )
 
+    __version__: str
+
 _HOMES = {
-    "engine_client.clients.base": (
-        "EngineCoreClient",
-    ),
-    "engine_client.clients.inproc": (
-        "InprocClient",
-    ),
+    "engine_client.clients.base": ("EngineCoreClient",),
+    "engine_client.clients.inproc": ("InprocClient",),
     "engine_client.clients.mp": (
         "BackgroundResources",
         "MPClient",
     ),
-    "engine_client.clients.sync": (
-        "SyncMPClient",
-    ),
+    "engine_client.clients.sync": ("SyncMPClient",),
     "engine_client.config": (
         "CacheConfig",
         "ClientOptions",
@@ -189,12 +103,8 @@ _HOMES = {
         "ParallelConfig",
         "SchedulerConfig",
     ),
-    "engine_client.engine.core": (
-        "EngineCore",
-    ),
-    "engine_client.engine.executor": (
-        "Executor",
-    ),
+    "engine_client.engine.core": ("EngineCore",),
+    "engine_client.engine.executor": ("Executor",),
     "engine_client.engine.batch": (
         "Batch",
         "ModelOutput",
@@ -245,14 +155,19 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = list(_HOME_OF)  # noqa: PLE0605  # a list, once it is evaluated
+__all__ = list(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
-    if home is None:
+    if home is not None:
+        value = getattr(import_module(home), name)
+    elif name == "__version__":
+        from importlib.metadata import version  # noqa: PLC0415  # slow to load, and few ask
+
+        value = version(__name__)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(home), name)
     globals()[name] = value
     return value
 
