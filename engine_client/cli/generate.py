@@ -141,14 +141,15 @@ def _load_executor(name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ValueError(f"--executor must be MODULE:CLASS, not {name!r}")
-    if os.getcwd() not in sys.path:
+    # Not for the default: what lies around in a directory must not stand in for other modules.
+    if name != _DEFAULT_EXECUTOR and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(import_module(module), attribute)
+        found = getattr(import_module(module), attribute, None)
     except ModuleNotFoundError as error:
         raise ValueError(f"--executor {name}: {error}") from error
-    except AttributeError as error:
-        raise ValueError(f"--executor {name}: module {module!r} has no {attribute!r}") from error
+    if found is None:
+        raise ValueError(f"--executor {name}: module {module!r} has no {attribute!r}")
     if not isinstance(found, type):
         raise TypeError(f"--executor {name}: {attribute} is not a class")
     return found

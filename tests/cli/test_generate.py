@@ -51,7 +51,7 @@ class Broken(Shift):
         raise KeyError("the weights")
 
 
-nothing = None
+no_class = 1
 '''
 
 
@@ -178,7 +178,7 @@ def test_prompts_typed_at_a_terminal_are_asked_for(run, monkeypatch: pytest.Monk
         (("--executor", "own_executor", "x"), "--executor must be MODULE:CLASS, not 'own_executor'"),
         (("--executor", "no_such_module:A", "x"), "--executor no_such_module:A: No module named 'no_such_module'"),
         (("--executor", "own_executor:A", "x"), "module 'own_executor' has no 'A'"),
-        (("--executor", "own_executor:nothing", "x"), "nothing is not a class"),
+        (("--executor", "own_executor:no_class", "x"), "no_class is not a class"),
         (("--executor", "own_executor:Mute", "x"), "not supported: Mute does not encode text"),
         (("--executor", "own_executor:Broken", "x"), "the weights"),
     ],

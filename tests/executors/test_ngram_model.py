@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from engine_client.executors.corpus import default_corpus
 from engine_client.executors.ngram_model import DISCOUNT, EOS, STRENGTH, VOCABULARY, NGramModel
+from helpers.timing import MS
 
 SMALL = b"the cat sat on the mat. the cat ate the rat.\xffa man, a plan, a canal\xff"
 
@@ -167,19 +168,19 @@ def test_building_reports_rising_progress():
 
 @pytest.mark.timing
 def test_model_is_quick(corpus: bytes):
-    """It is built in under two seconds, and 64 lookups, a step of 64 requests, take under 20 ms (the best of nine)."""
-    start = time.perf_counter()
+    """It is built in under two seconds, and 64 lookups, a step of 64 requests, take under 20 ms (best of nine)."""
+    start = time.process_time()
     model = NGramModel(corpus)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2000 * MS
     rng = random.Random(2)
     times = []
     for _ in range(9):
         contexts = [list(corpus[at : at + 30]) for at in rng.choices(range(len(corpus)), k=64)]
-        start = time.perf_counter()
+        start = time.process_time()
         for context in contexts:
             model.probabilities(context)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.02
+        times.append(time.process_time() - start)
+    assert min(times) < 20 * MS
 
 
 def test_what_cannot_be_a_model_is_refused():
