@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine_client.engine.kv_blocks import BlockPool

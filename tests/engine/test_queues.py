@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from engine_client.engine.queues import FcfsQueue, PriorityQueue, make_queue
 from engine_client.engine.request import Request
