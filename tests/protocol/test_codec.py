@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from engine_client.errors import SerializationError
 from engine_client.protocol import arrays, codec

@@ -16,8 +16,7 @@ import zlib
 from concurrent.futures import CancelledError
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from engine_client import errors
 from engine_client.errors import RemoteCallError
@@ -31,7 +30,7 @@ MIB = 1 << 20
 def raised(error: BaseException) -> BaseException:
     """Give an exception a traceback."""
     try:
-        raise error.with_traceback(None)  # noqa: TRY301  # that is what this is for
+        raise error.with_traceback(None)  # that is what this is for
     except BaseException as caught:  # noqa: BLE001  # any kind is given
         return caught
 

@@ -7,8 +7,7 @@ import struct
 import tracemalloc
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from engine_client.errors import LocalProtocolError, RemoteProtocolError
 from engine_client.protocol import framing

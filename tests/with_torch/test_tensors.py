@@ -6,8 +6,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from engine_client.protocol import arrays
 from engine_client.protocol.codec import dumps, loads
