@@ -41,7 +41,7 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "messages": {"params"},
     },
     "protocol": {
-        "batch": {"codec", "framing", "wire"},
+        "batch": {"codec", "exception_fields", "framing", "wire"},
         "codec": {"arrays", "exceptions", "framing"},
         "exceptions": {"exception_fields"},
         "wire": {"codec", "framing"},
@@ -81,9 +81,11 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "endings": {"link"},
         "inproc": {"base", "utilities"},
         "mp": {"base", "session", "start"},
-        "session": {"calls", "endings", "in_flight", "link"},
+        "outputs": {"in_flight"},
+        "session": {"endings", "link", "traffic"},
         "start": {"link"},
         "sync": {"mp", "utilities"},
+        "traffic": {"calls", "endings", "in_flight", "link", "outputs"},
     },
     "executors": {
         "ngram": {"corpus", "ngram_model", "sampling"},

@@ -34,7 +34,7 @@ class PendingCalls:
         return f"<PendingCalls {len(self.futures)}>"
 
     def new_id(self) -> int:
-        """Return an id that was never used.  Whoever has it before the call is registered can always discard the call."""
+        """Return a new id; whoever has it before the call is registered can always discard the call."""
         return next(self._next)
 
     def new(self, call_id: int | None = None) -> tuple[int, Future[Any]]:

@@ -50,7 +50,7 @@ def check_request(request: Any, max_model_len: int | None) -> array[int] | None:
             raise ValueError(f"request {request_id!r:.100} has no prompt: give prompt_token_ids or prompt_embeds")
         return None
     if isinstance(token_ids, _NO_LISTS):
-        raise TypeError(f"prompt_token_ids of request {request_id!r:.100} must be a list of integers, got {token_ids!r:.100}")
+        raise TypeError(f"prompt_token_ids of request {request_id!r:.100} must be a list, got {token_ids!r:.100}")
     try:
         prompt = array("I", token_ids)
     except (TypeError, OverflowError) as error:
@@ -134,9 +134,9 @@ class InFlight:
             self._settle()
             if self._keys.get(request_id) in self._ids:
                 raise ValueError(f"request {request_id!r:.100} is already running: choose another id or abort it first")
-            self._keys[request_id] = key
-            self._owners[key] = threading.get_ident()
             self._ids[key] = request_id
+            self._owners[key] = threading.get_ident()
+            self._keys[request_id] = key
             return key
 
     def discard(self, key: int) -> None:
@@ -148,15 +148,12 @@ class InFlight:
             self._owners.pop(key, None)
             self._ids.pop(key, None)
 
-    def abort(self, request_ids: Iterable[Any]) -> list[int]:
-        """Forget these requests and return their keys; whatever is not in flight is ignored."""
+    def keys_of(self, request_ids: Iterable[Any]) -> list[int]:
+        """Return the keys of these requests, each once; whatever is not in flight is ignored."""
         with self._lock:
             self._settle()
             wanted = [self._keys.get(request_id) for request_id in request_ids if isinstance(request_id, str)]
-            keys = [key for key in dict.fromkeys(wanted) if key in self._ids and key is not None]
-            for key in keys:
-                self.discard(key)
-            return keys
+            return [key for key in dict.fromkeys(wanted) if key is not None and key in self._ids]
 
     def mine(self, ident: int | None = None) -> list[int]:
         """Return the keys of the requests that a thread, by default the calling one, has added."""

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from threading import get_ident
 from typing import Any
 
 from engine_client.clients.mp import MPClient
 from engine_client.clients.utilities import SyncUtilities
 from engine_client.config import ClientOptions
-from engine_client.deadline import check_timeout
+from engine_client.deadline import Deadline, check_timeout
 from engine_client.messages import EngineCoreOutputs, EngineCoreRequest
 
 __all__ = ["SyncMPClient"]
@@ -61,11 +62,13 @@ class SyncMPClient(SyncUtilities, MPClient):
             SerializationError, PicklingError: a field cannot be sent; nothing was.
             EngineDeadError: the engine is dead.
         """
+        me = get_ident()
         try:
             self._session.add(request)
         except Exception:
             raise
         except BaseException:  # an interrupt: what it interrupted must not reach the next call
+            self._session.interrupts.add(me)  # one C call, so that a second interrupt does not come before it
             self._session.interrupted()
             raise
 
@@ -84,11 +87,13 @@ class SyncMPClient(SyncUtilities, MPClient):
             EngineDeadError: the engine is dead, and all that it sent was returned; again at every later call.
         """
         check_timeout(timeout)
+        me = get_ident()
         try:
             return self._session.get(timeout)
         except Exception:
             raise
         except BaseException:  # as in add_request
+            self._session.interrupts.add(me)
             self._session.interrupted()
             raise
 
@@ -106,19 +111,21 @@ class SyncMPClient(SyncUtilities, MPClient):
             TimeoutError: no answer in time; a later one is dropped.
             EngineDeadError: the engine is dead.
         """
-        check_timeout(timeout)
-        call_id = 0
+        deadline = Deadline(check_timeout(timeout))
+        me = get_ident()
+        call_id = self._session.calls.new_id()
         try:
-            call_id, future = self._session.call(method, args)
+            _, future = self._session.call(method, args, deadline, call_id)
             try:
-                return future.result(timeout)
+                return future.result(deadline.remaining())
             except FutureTimeoutError:  # the builtin one only since 3.11
                 if future.done():
-                    raise
+                    raise  # the engine's own
                 raise TimeoutError(f"the utility {method!r} did not answer within {timeout:g} s") from None
         except Exception:
             raise
         except BaseException:  # as in add_request
+            self._session.interrupts.add(me)
             self._session.interrupted()
             raise
         finally:

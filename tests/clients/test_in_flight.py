@@ -39,7 +39,9 @@ def test_outputs_of_an_aborted_request_are_dropped_even_if_its_id_is_used_again(
     """The key tells the old request from the new one of the same id."""
     table = InFlight()
     old = table.add("a")
-    assert table.abort(["a", "a", "unknown", 7, None, ["list"]]) == [old]
+    assert table.keys_of(["a", "a", "unknown", 7, None, ["list"]]) == [old]
+    table.discard(old)
+    assert table.keys_of(["a"]) == []
     new = table.add("a")
     stale = table.outputs(columns({"a": old}, EngineCoreOutput("a", [1], finish_reason=FinishReason.STOP)))
     assert stale.outputs == []
@@ -65,7 +67,7 @@ def test_a_thread_knows_its_own_requests() -> None:
     thread.start()
     thread.join()
     assert table.mine() == [mine]
-    table.abort(["mine"])
+    table.discard(mine)
     assert table.mine() == []
 
 
@@ -82,7 +84,10 @@ def test_the_table_agrees_with_a_model(steps: list[tuple[str, str]]) -> None:
             else:
                 model[name] = table.add(name)
         elif step == "abort":
-            assert table.abort([name]) == ([model.pop(name)] if name in model else [])
+            keys = table.keys_of([name])
+            assert keys == ([model.pop(name)] if name in model else [])
+            for key in keys:
+                table.discard(key)
         elif name in model:
             output = EngineCoreOutput(name, [], finish_reason=FinishReason.STOP)
             assert table.outputs(columns(model, output)).outputs == [output]

@@ -1,0 +1,114 @@
+"""The batches of outputs between the reader, which brings them, and whoever asks for them.
+
+::
+
+    reader ── put(columns) ──▶ queue ──▶ get() ── InFlight.outputs ──▶ caller
+                                 ▲        │ interrupted
+                                 └ unread ◀
+
+An interrupt (Ctrl-C) may end ``get`` between any two of its lines.  The batch that it has in hand is then put back,
+since the requests of other threads may be in it; those of the interrupted thread are aborted by its session, and so
+their rows are dropped when the batch is looked at again.
+
+Invariants: I2 (a request's last output is handed out once), I4 (the end is sticky).
+
+Threads: ``put`` and ``end`` by one thread at a time; ``get`` from any.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Final, Union
+
+from engine_client.clients.in_flight import InFlight
+from engine_client.deadline import Deadline
+from engine_client.messages import EngineCoreOutputs
+from engine_client.protocol.batch import Columns
+
+__all__ = ["OutputQueue"]
+
+_Item = Union[Columns, None]
+_NOTHING: Final = Columns(0, 0.0, [], [], None, [], [])
+"""Put into the queue to have those who wait look around."""
+
+
+class OutputQueue:
+    """The queue of one client.
+
+    Args:
+        table: of the requests in flight; turns batches into outputs.
+    """
+
+    def __init__(self, table: InFlight) -> None:
+        self._table = table
+        self.queue: SimpleQueue[_Item] = SimpleQueue()  # None has those who wait look for the end
+        self.unread: deque[_Item] = deque()  # taken from the queue by calls that were interrupted
+        self._make_error: Callable[[], BaseException] | None = None
+
+    def __repr__(self) -> str:
+        state = "open" if self._make_error is None else "ended"
+        return f"<OutputQueue {state} batches={self.queue.qsize() + len(self.unread)}>"
+
+    def put(self, columns: Columns) -> None:
+        """Append a batch."""
+        self.queue.put(columns)
+
+    def end(self, make_error: Callable[[], BaseException]) -> None:
+        """Have ``get`` raise ``make_error()`` from now on, once everything that was put is read."""
+        self._make_error = make_error
+        self.queue.put(None)
+
+    def get(self, deadline: Deadline) -> EngineCoreOutputs:
+        """Wait for the next outputs of requests that are in flight, or statistics.
+
+        Raises:
+            TimeoutError: nothing came before the deadline.
+            BaseException: what ``end`` was given.
+        """
+        taken: list[_Item] = []
+        try:
+            while True:
+                columns = self._next(deadline, taken)
+                outputs = self._table.outputs(columns)
+                if outputs.outputs or columns.meta is not None:
+                    return outputs
+        except Exception:
+            raise
+        except BaseException:
+            self.unread.extend(taken)
+            self._undo()
+            self.queue.put(_NOTHING)
+            raise
+
+    def _next(self, deadline: Deadline, taken: list[_Item]) -> Columns:
+        """Return the next batch, which is also the one item of ``taken`` from the moment that it leaves the queue."""
+        while True:
+            taken.clear()
+            try:
+                # Each is one C call: an interrupt finds the batch in the one place or in the other.
+                if self.unread:
+                    self._undo()
+                    taken.extend(map(deque.popleft, (self.unread,)))
+                else:
+                    self._raise_if_ended()
+                    taken.extend(map(self.queue.get, (True,), (deadline.remaining(),)))
+            except Empty:
+                raise TimeoutError(f"no output within {deadline.timeout:g} s") from None
+            except IndexError:
+                continue  # another thread took it
+            columns = taken[0]
+            if columns is not None:
+                return columns
+
+    def _raise_if_ended(self) -> None:
+        if self._make_error is not None and self.queue.empty():
+            self.queue.put(None)  # for the next thread that waits
+            raise self._make_error()
+
+    def _undo(self) -> None:
+        """Take back that batches were turned into outputs, which nobody got."""
+        for columns in list(self.unread):
+            if columns is not None:
+                self._table.undo_outputs(columns)

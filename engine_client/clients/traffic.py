@@ -1,0 +1,298 @@
+"""What goes to and fro while the engines of a client live: requests, aborts, calls; outputs and replies.
+
+::
+
+    caller ── add · abort · call ──▶ Traffic ── frame ──▶ Channel ──▶ engine
+    caller ◀── OutputQueue · futures ── Traffic ◀── ReaderThread ◀── engine
+
+An interrupt (Ctrl-C) may end a call between any two of its lines.  What a call leaves behind is therefore named before
+it exists (a key, a call id), so that it can be taken back from wherever the call got to.
+
+Invariants: I2, I7 (a caller waits for room or for an output, and both are ended by death and by close), I9.
+
+Threads: every method from any thread, but for ``_take_*`` and ``on_drained``, which are the reader's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Final
+
+from engine_client.clients.calls import PendingCalls
+from engine_client.clients.endings import Ending, closed_ending, owner_of_fork
+from engine_client.clients.in_flight import InFlight, check_request
+from engine_client.clients.link import EngineLink
+from engine_client.clients.outputs import OutputQueue
+from engine_client.config import ClientOptions
+from engine_client.deadline import Deadline
+from engine_client.errors import EngineDeadError, ForeignProcessError, LocalProtocolError, RemoteCallError
+from engine_client.ipc.reader import ReaderThread
+from engine_client.messages import EngineCoreOutputs
+from engine_client.protocol.batch import decode_columns
+from engine_client.protocol.exception_fields import text_of
+from engine_client.protocol.wire import Frame, decode_reply, encode_abort, encode_add, encode_utility
+
+__all__ = ["EXIT_TIMEOUT", "JOIN_TIMEOUT", "Traffic"]
+
+_log = logging.getLogger("engine_client.session")
+
+EXIT_TIMEOUT: Final = 1.0
+"""Seconds that an engine has to end after its last word or the end of its stream, before it is killed."""
+
+JOIN_TIMEOUT: Final = 2.0
+"""Seconds to wait for the reader and for a concurrent close."""
+
+
+class Traffic:
+    """The part of a session that serves callers; ``Session`` adds how it ends.
+
+    Args:
+        options: of the client.
+    """
+
+    _reader: ReaderThread
+
+    def __init__(self, options: ClientOptions) -> None:
+        self.options = options
+        self.owner_pid = os.getpid()
+        self.links: dict[int, EngineLink] = {}
+        self.calls = PendingCalls()
+        self.in_flight = InFlight()
+        self.interrupts: set[int] = set()  # threads whose last call was interrupted and is not undone yet
+        self.max_model_len: int | None = None
+        self.main_importable = True
+        self._outputs = OutputQueue(self.in_flight)
+        self._waiters: set[threading.Event] = set()  # one of each thread that waits for room
+        self._doomed: set[int] = set()  # keys to abort with the next frame, at the latest
+        self._consumer = 0  # the thread that last asked for outputs
+        self._logged: set[str] = set()  # kinds of strange things that were logged once
+        self._ended = threading.Event()
+        self._ending: Ending | None = None
+        self._closing = False
+
+    def ensure_alive(self) -> None:
+        """Raise if nothing can be sent any more.
+
+        Raises:
+            EngineDeadError: the engine is dead; ClosedError: the client is closed.
+            ForeignProcessError: this is a forked copy of the client's process.
+        """
+        if self.owner_pid != os.getpid():
+            raise ForeignProcessError(owner_of_fork(self.owner_pid))
+        if self._ending is not None:
+            raise self._ending.error()
+        if self._closing:
+            raise closed_ending().error()
+
+    def add(self, request: Any) -> None:
+        """Check and send a request.
+
+        Raises:
+            TypeError, ValueError: the request cannot be served as it is.
+            EngineDeadError: there is no engine.
+        """
+        self.ensure_alive()
+        self.settle()
+        prompt = check_request(request, self.max_model_len)
+        link = self._route(request)
+        self._wait_for_room(link, Deadline(None))
+        key = self.in_flight.new_key()
+        try:
+            self.in_flight.add(request.request_id, key)
+            self._send(link, encode_add(key, request, prompt, main_importable=self.main_importable))
+        except Exception:
+            self.in_flight.discard(key)
+            raise
+        except BaseException:  # an interrupt: whether it has been sent is not known, so it is taken back
+            self._doomed.add(key)
+            self._abort_doomed()
+            raise
+
+    def _route(self, request: Any) -> EngineLink:
+        rank = getattr(request, "data_parallel_rank", None)
+        if rank is None:
+            return next(iter(self.links.values()))
+        link = self.links.get(rank)
+        if link is None:
+            raise ValueError(f"data_parallel_rank {rank} is not one of the ranks {sorted(self.links)} of this client")
+        return link
+
+    def abort(self, request_ids: Iterable[Any]) -> None:
+        """End requests without further output; what is not in flight is ignored, and so is everything after death."""
+        keys = self.in_flight.keys_of([request_ids] if isinstance(request_ids, str) else request_ids)
+        self._doomed.update(keys)
+        self._abort_doomed()
+
+    def interrupted(self) -> None:
+        """Clean up after a call that an interrupt ended: abort what this thread has in flight, and drop its outputs.
+
+        Where another thread takes the outputs, it goes on to get them: only the interrupted call itself is undone.
+        """
+        self.interrupts.add(threading.get_ident())
+        self.settle()
+
+    def settle(self) -> None:
+        """Finish what an interrupt of the calling thread has left; a second interrupt leaves it to the next call."""
+        me = threading.get_ident()
+        if me in self.interrupts:
+            if self._consumer in (0, me):
+                self._doomed.update(self.in_flight.mine())
+            self._abort_doomed()
+            self.interrupts.discard(me)
+        elif self._doomed:
+            self._abort_doomed()
+
+    def _abort_doomed(self) -> None:
+        """Forget and abort the requests noted in ``_doomed``; an interrupt leaves them noted until that is sent."""
+        for key in list(self._doomed):
+            self.in_flight.discard(key)
+        with suppress(EngineDeadError):  # nobody is left who could go on with them
+            if self._doomed and self._ending is None and not self._closing:
+                self._send_doomed()
+
+    def call(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        deadline: Deadline | None = None,
+        call_id: int | None = None,
+    ) -> tuple[int, Future[Any]]:
+        """Send a utility call; return its id and its future.
+
+        Args:
+            method, args: what to call.
+            deadline: of waiting for room; None waits as long as the engine lives.
+            call_id: from ``calls.new_id``, for a caller who must be able to discard the call whatever interrupts it.
+
+        Raises:
+            EngineDeadError: there is no engine.
+            TimeoutError: the engine reads nothing, and the deadline came.
+            SerializationError, TypeError, ...: an argument cannot be sent; nothing was.
+        """
+        self.ensure_alive()
+        self._refuse_to_wait_for_myself()
+        self.settle()
+        link = next(iter(self.links.values()))
+        self._wait_for_room(link, deadline or Deadline(None))
+        if call_id is None:
+            call_id = self.calls.new_id()
+        try:
+            _, future = self.calls.new(call_id)
+            self._send(link, encode_utility(call_id, method, args, main_importable=self.main_importable))
+        except BaseException:
+            self.calls.discard(call_id)
+            raise
+        if self._ending is not None:  # it died in between: whoever failed the table may have come before us
+            self.calls.settle(call_id, error=self._ending.error())
+        return call_id, future
+
+    def get(self, timeout: float | None) -> EngineCoreOutputs:
+        """Wait for the next outputs.
+
+        Raises:
+            TimeoutError: nothing came within ``timeout`` seconds.
+            EngineDeadError: the engine is dead and everything it sent was delivered.
+        """
+        if self.owner_pid != os.getpid():
+            raise ForeignProcessError(owner_of_fork(self.owner_pid))
+        self._refuse_to_wait_for_myself()
+        self.settle()
+        self._consumer = threading.get_ident()
+        return self._outputs.get(Deadline(timeout))
+
+    def _refuse_to_wait_for_myself(self) -> None:
+        """Raise on the reader's thread: in a done-callback of a pending call, say, or in a ``__del__``."""
+        if self._reader.is_current():
+            raise LocalProtocolError(
+                "this would wait for ever: it was called on the thread that reads what the engine answers"
+            )
+
+    def _wait_for_room(self, link: EngineLink, deadline: Deadline) -> None:
+        """Wait while more than the high-water mark is queued; death and close end the wait."""
+        if link.channel.backlog <= self.options.high_water or self._reader.is_current():
+            return
+        waiter = threading.Event()
+        try:
+            self._waiters.add(waiter)
+            while link.channel.backlog > self.options.high_water and self._ending is None:
+                if not waiter.wait(deadline.remaining()):
+                    raise TimeoutError(f"{link.title} reads nothing: no room within {deadline.timeout:g} s")
+                waiter.clear()  # before the next look, so that no news is lost
+        finally:
+            self._waiters.discard(waiter)
+        self.ensure_alive()
+
+    def _wake_waiters(self) -> None:
+        for waiter in list(self._waiters):
+            waiter.set()
+
+    def _send(self, link: EngineLink, frame: Frame) -> None:
+        if self._doomed:
+            self._abort_doomed()
+        self._write(link, frame)
+
+    def _send_doomed(self) -> None:
+        keys = list(self._doomed)
+        for link in self.links.values():
+            self._write(link, encode_abort(keys))
+        self._doomed.difference_update(keys)
+
+    def _write(self, link: EngineLink, frame: Frame) -> None:
+        try:
+            if not link.channel.send(frame):
+                self._reader.wakeup()
+        except BrokenPipeError:
+            if not self._reader.is_current():
+                # The engine is gone, and the reader is about to say how; it needs no longer than the bounds of I3.
+                self._ended.wait(EXIT_TIMEOUT + JOIN_TIMEOUT)
+        else:
+            return
+        raise (self._ending or closed_ending()).error()  # not from the BrokenPipeError: it has a cause of its own
+
+    def _fail_all(self, ending: Ending) -> None:
+        """Tell everybody who waits that nothing will come."""
+        self.calls.fail_all(ending.error)
+        self._outputs.end(ending.error)
+        self._wake_waiters()
+        self._ended.set()
+
+    # -- the reader's thread -------------------------------------------------------------------------------------------
+
+    def on_drained(self, rank: int) -> None:
+        """Let those go on who waited for room."""
+        self._wake_waiters()
+
+    def _take_outputs(self, link: EngineLink, frame: Frame) -> None:
+        columns, failed = decode_columns(frame)
+        if failed:
+            with suppress(EngineDeadError):  # its end is about to be read
+                self._write(link, encode_abort(failed))
+        if columns.fault is not None:
+            self._log_once("fault", "%s sent a value that cannot be decoded: %s", link.title, text_of(columns.fault))
+        if columns.strays:
+            names = ", ".join(columns.strays)
+            self._log_once("stray", "%s sent outputs of requests nobody has asked for: %s", link.title, names)
+        self._outputs.put(columns)
+
+    def _take_reply(self, frame: Frame) -> None:
+        try:
+            failed, value = decode_reply(frame)
+        except BaseException as error:  # noqa: BLE001  # the value's own code ran; its caller gets what it raised
+            kind = type(error).__name__
+            fault = RemoteCallError(f"the reply cannot be decoded: {kind}: {text_of(error)}", kind)
+            fault.__cause__ = error
+            failed, value = True, fault
+        if failed:
+            self.calls.settle(frame.ref, error=value)
+        else:
+            self.calls.settle(frame.ref, result=value)
+
+    def _log_once(self, kind: str, message: str, *args: str) -> None:
+        if kind not in self._logged:
+            self._logged.add(kind)
+            _log.warning(message, *args)
