@@ -191,8 +191,8 @@ class ArenaWriter:
         with self._lock:
             if self._busy:
                 return None  # a signal handler, or a finalizer, on the thread that is inside
-            self._busy = True
             try:
+                self._busy = True
                 self._settle_locked()
                 return action()
             finally:

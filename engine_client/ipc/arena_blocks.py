@@ -33,11 +33,14 @@ def size_class(nbytes: int) -> int:
 
 
 class FreeBlocks:
-    """The free part of an area that starts empty and grows at its end."""
+    """The free part of an area that starts empty and grows at its end.
+
+    A signal handler may raise between any two steps.  Steps are in an order in which a block can then be lost, but
+    never be free twice.
+    """
 
     def __init__(self) -> None:
         self.capacity = 0
-        self.used = 0
         self._starts: dict[int, list[int]] = {}  # by size; the last one was freed last
         self._sizes: list[int] = []  # its keys, sorted
         self._fragmented = False  # blocks came back since neighbours were merged
@@ -45,27 +48,29 @@ class FreeBlocks:
     def __repr__(self) -> str:
         return f"<FreeBlocks used={self.used} capacity={self.capacity}>"
 
+    @property
+    def used(self) -> int:
+        """Return the bytes that are not free."""
+        return self.capacity - sum(size * len(starts) for size, starts in self._starts.items())
+
     def take(self, size: int) -> int | None:
         """Return the start of a block of ``size`` bytes, from now on live; None if none is free."""
         start = self._fit(size)
         if start is None and self._fragmented:
             self._merge()
             start = self._fit(size)
-        if start is not None:
-            self.used += size
         return start
 
     def give(self, start: int, size: int) -> None:
         """Take a live block back."""
         self._add(start, size)
         self._fragmented = True
-        self.used -= size
 
     def extend(self, capacity: int) -> None:
         """Add what lies between the end so far and ``capacity``."""
-        self._add(self.capacity, capacity - self.capacity)
+        start, self.capacity = self.capacity, capacity
+        self._add(start, capacity - start)
         self._fragmented = True  # with a free block at the old end
-        self.capacity = capacity
 
     def missing(self, size: int) -> int:
         """Return by how many bytes the area must grow until a block of ``size`` fits at its end."""
@@ -80,8 +85,8 @@ class FreeBlocks:
             return None
         length = self._sizes[index]
         starts = self._starts[length]
-        if len(starts) == 1:  # the key goes first: an interrupt must not leave an empty list behind
-            del self._starts[length], self._sizes[index]
+        if len(starts) == 1:  # never an empty list, and never a size without a list
+            del self._sizes[index], self._starts[length]
         start = starts.pop()
         if length > size:
             self._add(start + size, length - size)
@@ -107,4 +112,4 @@ class FreeBlocks:
         for start, size in merged.items():
             by_size.setdefault(size, []).append(start)
         sizes = sorted(by_size)
-        self._starts, self._sizes, self._fragmented = by_size, sizes, False  # an interrupt leaves the old or the new
+        self._starts, self._sizes, self._fragmented = by_size, sizes, False
