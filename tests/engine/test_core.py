@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import logging
 import weakref
 from functools import partial
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import engine_client
 from engine_client.engine.batch import ModelOutput
 from engine_client.engine.core import EngineCore
 from engine_client.engine.executor import Executor
@@ -214,6 +216,22 @@ class TestCapacities:
         """A configuration without sections has defaults to report."""
         ready = EngineCore(None, Recording, False).ready_response()
         assert (ready.dtype, ready.world_size, ready.data_parallel_size, ready.dp_stats_address) == ("auto", 1, 1, None)
+
+    @pytest.mark.parametrize("installed", [True, False])
+    def test_name_the_version(self, monkeypatch, installed):
+        """READY carries this library's version, and says so if it runs from sources that were never installed."""
+
+        def version(name):
+            if not installed:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return "1.2.3"
+
+        monkeypatch.delattr(engine_client, "__version__", raising=False)
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        try:
+            assert make_core().ready_response().vllm_version == ("1.2.3" if installed else "unknown")
+        finally:
+            vars(engine_client).pop("__version__", None)
 
 
 class TestShutdown:
