@@ -125,6 +125,20 @@ def test_spin_words_are_per_front_end(page):
     assert page.reader.log_lines() == []
 
 
+def test_strays_are_listed_up_to_a_limit(page):
+    """Processes that left the engine's group are read as they were written; the last list counts."""
+    assert page.reader.strays() == []
+    strays = [(pid, 1 << 40 | pid) for pid in range(1, MOST_STRAYS + 5)]
+    page.writer.set_strays(strays)
+    assert page.reader.strays() == strays[:MOST_STRAYS]
+    page.writer.set_strays(strays[3:5])
+    assert page.reader.strays() == strays[3:5]
+    page.writer.set_strays([])
+    assert page.reader.strays() == []
+    assert page.reader.log_lines() == []
+    assert page.reader.spin_word(SPIN_WORDS - 1) == 0
+
+
 def test_log_lines_arrive_in_order(page):
     """Records, also those of several lines, are read line by line, oldest first."""
     page.writer.log("first")
