@@ -132,23 +132,6 @@ class _Stage(enum.IntEnum):
 class _Partial:
     """A frame of which the prefix has come: what it has, and which parts it still lacks."""
 
-    __slots__ = (
-        "body",
-        "filled",
-        "flags",
-        "header",
-        "header_length",
-        "inline",
-        "kind",
-        "limit",
-        "missing",
-        "ref",
-        "segments",
-        "stage",
-        "table_length",
-        "wanted",
-    )
-
     def __init__(self, kind: int, flags: int, count: int, ref: int, header_length: int, limit: int) -> None:
         self.kind = kind
         self.flags = flags
