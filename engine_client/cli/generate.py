@@ -13,14 +13,13 @@ Threads: the main thread.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -79,8 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = _read_prompts(arguments)
     config = _make_config(arguments, prompts)
     executor_class = _load_executor(arguments.executor)
-    if arguments.mode == "mp" and not arguments.verbose:
-        executor_class = partial(_build_quietly, executor_class)
     params = _make_params(arguments)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that has no such letter must not end the run
@@ -153,15 +150,6 @@ def _load_executor(name: str) -> Callable[..., Any]:
     if not isinstance(found, type):
         raise TypeError(f"--executor {name}: {attribute} is not a class")
     return found
-
-
-def _build_quietly(executor_class: Callable[..., Any], vllm_config: Any) -> Any:
-    """Build the executor, in its process, so that warnings of its own are printed, but not the library's log."""
-    handler = logging.StreamHandler()
-    handler.setLevel(logging.WARNING)
-    handler.addFilter(lambda record: not record.name.startswith("engine_client."))
-    logging.getLogger().addHandler(handler)
-    return executor_class(vllm_config)
 
 
 def _make_params(arguments: argparse.Namespace) -> Any:

@@ -35,7 +35,8 @@ def test_lines_are_kept_and_warnings_printed(ring, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     logging.getLogger("a.b").warning("marker %d", 5)
-    assert reader.log_lines() == ["WARNING a.b: marker 5"]
+    logging.getLogger("engine_client.engine").warning("ours")
+    assert reader.log_lines() == ["WARNING a.b: marker 5", "WARNING engine_client.engine: ours"]
     assert sys.stderr.getvalue() == "marker 5\n"
 
 
