@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 __all__ = [
-    "NAME_PREFIX",
+    "NAME_PREFIXES",
     "Inventory",
     "ProcessKey",
     "descendants",
@@ -34,8 +34,8 @@ __all__ = [
     "marked_processes",
 ]
 
-NAME_PREFIX: Final = "engine_client"
-"""Every name of ours in ``/dev/shm`` would start with this; there is to be none."""
+NAME_PREFIXES: Final = ("engine_client", "engine-client")
+"""Every name of ours in ``/dev/shm`` would start with one of these; there is to be none."""
 
 _PROC: Final = Path("/proc")
 _SHM: Final = Path("/dev/shm")  # noqa: S108  # looked at, never written
@@ -155,10 +155,11 @@ def describe_process(key: ProcessKey) -> str:
     if stat is None or stat.key != key:
         return f"process {key.pid} (gone meanwhile)"
     try:
-        command = (_PROC / str(key.pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        arguments = (_PROC / str(key.pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:  # it ended between the two reads
-        command = ""
-    return f"process {key.pid}, child of {stat.parent}, state {stat.state}: {command[:200].strip() or '(no command)'}"
+        arguments = ""
+    command = " ".join(arguments.split())[:200] or "(no command)"
+    return f"process {key.pid}, child of {stat.parent}, state {stat.state}: {command}"
 
 
 def _descriptors() -> dict[int, str]:
@@ -196,7 +197,7 @@ def _mappings() -> set[str]:
 
 def _names() -> set[str]:
     try:
-        return {name for name in os.listdir(_SHM) if name.startswith(NAME_PREFIX)}
+        return {name for name in os.listdir(_SHM) if name.startswith(NAME_PREFIXES)}
     except OSError:  # there is no /dev/shm
         return set()
 
