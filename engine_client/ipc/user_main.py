@@ -100,7 +100,8 @@ def _is_main(description: dict[str, str]) -> bool:
 
 def _load(description: dict[str, str]) -> tuple[Any, dict[str, Any]]:
     """Return the main file's code, and what its module knows of itself."""
-    import importlib.util  # noqa: PLC0415 (only for an engine that needs the main file)
+    import importlib.machinery  # noqa: PLC0415 (only for an engine that needs the main file)
+    import importlib.util  # noqa: PLC0415 (as above)
 
     if "module" in description:
         name = description["module"]

@@ -284,8 +284,3 @@ def flush_when_asked(fds: EngineFds, launcher_pid: int) -> None:
             file.flush()
             time.sleep(min(left, 0.02))
         file.write("all\n")
-
-
-def first_line(fds: EngineFds, launcher_pid: int) -> None:
-    """Say when this line was reached."""
-    tell(fds, {"at": time.monotonic()})
