@@ -244,13 +244,17 @@ class Traffic:
 
     def _write(self, link: EngineLink, frame: Frame) -> None:
         try:
-            if not link.channel.send(frame):
-                self._reader.wakeup()
+            all_sent = link.channel.send(frame)
         except BrokenPipeError:
             if not self._reader.is_current():
                 # The engine is gone, and the reader is about to say how; it needs no longer than the bounds of I3.
                 self._ended.wait(EXIT_TIMEOUT + JOIN_TIMEOUT)
+        except BaseException:
+            self._reader.wakeup()  # an interrupt may have left half a frame, which goes out all the same
+            raise
         else:
+            if not all_sent:
+                self._reader.wakeup()
             return
         raise (self._ending or closed_ending()).error()  # not from the BrokenPipeError: it has a cause of its own
 

@@ -52,9 +52,10 @@ _MOST_READS: Final = 64
 class _Outgoing:
     """A frame that is being written: its parts, and the counts of the writes that succeeded."""
 
-    __slots__ = ("parts", "size", "written")
+    __slots__ = ("is_queued", "parts", "size", "written")
 
     def __init__(self, parts: list[Buffer]) -> None:
+        self.is_queued = False  # set a moment before it is true
         self.parts = parts
         self.size = sum(len(part) for part in parts)
         self.written: list[int] = []
@@ -150,29 +151,43 @@ class Channel:
 
         Raises:
             BrokenPipeError: the other side is gone, or the channel is closed; nothing will be sent any more.
+            MemoryError: there is none for the part that does not fit; nothing was sent.
         """
         segments: list[Segment] = []
-        header = frame.header
+        outgoing = None
         try:
-            inline = self._place(frame, segments) if frame.buffers else []
-            prefix = pack_prefix(frame.kind, frame.flags, frame.ref, len(header), segments)
-            parts: list[Buffer] = [prefix + header] if len(header) < _JOIN_BELOW else [prefix, header]
-            outgoing = _Outgoing(parts + inline if inline else parts)
-        except BaseException:
-            self._cancel(segments)
-            raise
-        with self._lock:
-            try:
+            outgoing = self._prepare(frame, segments)
+            with self._lock:
                 self._check_locked()
-            except BrokenPipeError:
+                outgoing.is_queued = True
+                self._backlog.append(outgoing)  # from here on the frame goes out whole, whatever interrupts this thread
+                return self._flush_locked(outgoing)
+        except BaseException:
+            if outgoing is None or not outgoing.is_queued:
                 self._cancel(segments)
-                raise
-            self._backlog.append(outgoing)  # from here on the frame goes out whole, whatever interrupts this thread
-            try:
-                return self._flush_locked()
-            finally:
-                if self._backlog and self._backlog[-1] is outgoing:
-                    self._backlog[-1] = outgoing.owned()
+            raise
+
+    def _prepare(self, frame: Frame, segments: list[Segment]) -> _Outgoing:
+        """Place the buffers, and return what is to be written; ``segments`` is filled as they are placed."""
+        inline = self._place(frame, segments) if frame.buffers else []
+        header = frame.header
+        prefix = pack_prefix(frame.kind, frame.flags, frame.ref, len(header), segments)
+        parts: list[Buffer] = [prefix + header] if len(header) < _JOIN_BELOW else [prefix, header]
+        return _Outgoing(parts + inline if inline else parts)
+
+    def _own_locked(self, outgoing: _Outgoing) -> None:
+        """Copy what is left of a frame that is wherever in the backlog.  Requires ``_lock``, and that no one pops."""
+        for index, waiting in enumerate(list(self._backlog)):
+            if waiting is outgoing:
+                try:
+                    self._backlog[index] = outgoing.owned()
+                except MemoryError:
+                    if outgoing.written:
+                        return  # better to refer to the caller's memory than to break the stream in mid-frame
+                    del self._backlog[index]
+                    outgoing.is_queued = False
+                    raise
+                return
 
     def _place(self, frame: Frame, segments: list[Segment]) -> list[Buffer]:
         """Copy big buffers into shared memory; fill ``segments``, return those that stay in the pipe."""
@@ -215,10 +230,12 @@ class Channel:
         if self._fd < 0:
             raise BrokenPipeError(f"{self.name}: the channel is closed")
 
-    def _flush_locked(self) -> bool:
-        """Write until the pipe is full or nothing is left.  Requires ``_lock``."""
-        if self._flushing:
-            return False  # re-entered on this thread: the outer call goes on with the backlog
+    def _flush_locked(self, new: _Outgoing | None = None) -> bool:
+        """Write until the pipe is full or nothing is left; copy what then is left of ``new``.  Requires ``_lock``."""
+        if self._flushing:  # re-entered on this thread: the outer call goes on with the backlog
+            if new is not None:
+                self._own_locked(new)
+            return False
         self._flushing = True
         try:
             while self._backlog:
@@ -226,7 +243,11 @@ class Channel:
                     return False
             return True
         finally:
-            self._flushing = False
+            try:
+                if new is not None:
+                    self._own_locked(new)
+            finally:
+                self._flushing = False
 
     def _write_locked(self, outgoing: _Outgoing) -> bool:
         """Make one write of the first frame; return False when the pipe is full.  Requires ``_lock``."""
@@ -288,8 +309,9 @@ class Channel:
         inline = iter(raw.inline)
         buffers: list[memoryview] = []
         try:
-            for segment in raw.segments:  # not a comprehension: what was leased before a failure must be known
-                buffers.append(next(inline) if segment.offset < 0 else self._lease(segment))  # noqa: PERF401
+            for segment in raw.segments:
+                view = next(inline) if segment.offset < 0 else self._lease(segment)
+                buffers.append(view)  # what was leased before a failure must be known
         except (RemoteProtocolError, OSError, MemoryError) as error:
             if self._arena_reader is not None:
                 for segment in raw.segments[len(buffers) :]:
