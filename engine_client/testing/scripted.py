@@ -91,7 +91,11 @@ class _Running:
 
 
 class ScriptedCore:
-    """The engine; satisfies ``interfaces.EngineCore``."""
+    """The engine; satisfies ``interfaces.EngineCore``.
+
+    ``collective_rpc`` with a function of your own may change what is public here, such as ``advance``, ``aborted`` (what
+    ``take_outputs`` reports) and ``step_error`` (what the next step raises).
+    """
 
     def __init__(self, vllm_config: Any, log_stats: bool, context: EngineContext) -> None:
         self.script: Script = getattr(vllm_config, "additional_config", {}).get("script", None) or Script()
@@ -101,10 +105,10 @@ class ScriptedCore:
         self._config = vllm_config
         self._log_stats = log_stats
         self._running: dict[str, _Running] = {}
-        self._aborted: list[EngineCoreRequest] = []
+        self.aborted: list[EngineCoreRequest] = []
         self._paused = False
         self._echo_tensor = False
-        self._step_error: BaseException | None = None
+        self.step_error: BaseException | None = None
         self._last_request: EngineCoreRequest | None = None
         self._timers: list[threading.Timer] = []
         self._grandchildren = self._start(context)
@@ -147,12 +151,12 @@ class ScriptedCore:
 
     def abort_all(self) -> None:
         """End every request with reason ABORT."""
-        self._aborted += [running.request for running in self._running.values()]
+        self.aborted += [running.request for running in self._running.values()]
         self._running.clear()
 
     def has_work(self) -> bool:
         """Tell whether there are requests, and no pause."""
-        return (bool(self._running) and not self._paused) or self._step_error is not None
+        return (bool(self._running) and not self._paused) or self.step_error is not None
 
     def counts(self) -> tuple[int, int]:
         """Return that all requests run."""
@@ -160,19 +164,20 @@ class ScriptedCore:
 
     def step(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
         """Give every request its next tokens."""
-        if self._step_error is not None:
-            raise self._step_error
+        if self.step_error is not None:
+            raise self.step_error
         if not self._running or self._paused:
             return None, False
         if self.script.step_seconds:
             time.sleep(self.script.step_seconds)
         self.steps += 1
-        return self._by_client([self._advance(running) for running in list(self._running.values())]), True
+        return self._by_client([self.advance(running) for running in list(self._running.values())]), True
 
     def post_step(self, model_executed: bool) -> None:
         """Do nothing."""
 
-    def _advance(self, running: _Running) -> tuple[int, EngineCoreOutput]:
+    def advance(self, running: _Running) -> tuple[int, EngineCoreOutput]:
+        """Return a request's client and what it gets in this step; replace it to get other outputs."""
         request = running.request
         count = min(self.script.tokens_per_step, running.remaining)
         running.remaining -= count
@@ -195,7 +200,7 @@ class ScriptedCore:
 
     def take_outputs(self) -> dict[int, EngineCoreOutputs]:
         """Return what ``abort_all`` ended."""
-        aborted, self._aborted = self._aborted, []
+        aborted, self.aborted = self.aborted, []
         return self._by_client(
             [(r.client_index, EngineCoreOutput(r.request_id, [], finish_reason=FinishReason.ABORT)) for r in aborted]
         )
@@ -279,7 +284,7 @@ class ScriptedCore:
 
     def _fail_step(self, error: BaseException) -> None:
         """Have the next step raise this."""
-        self._step_error = error
+        self.step_error = error
 
     def _info(self) -> dict[str, Any]:
         """Return facts of this process."""
