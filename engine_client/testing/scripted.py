@@ -93,8 +93,8 @@ class _Running:
 class ScriptedCore:
     """The engine; satisfies ``interfaces.EngineCore``.
 
-    ``collective_rpc`` with a function of your own may change what is public here, such as ``advance``, ``aborted`` (what
-    ``take_outputs`` reports) and ``step_error`` (what the next step raises).
+    ``collective_rpc`` with a function of your own may change what is public here, such as ``advance``, ``aborted``
+    (what ``take_outputs`` reports) and ``step_error`` (what the next step raises).
     """
 
     def __init__(self, vllm_config: Any, log_stats: bool, context: EngineContext) -> None:
