@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from engine_client.testing.leaks import LeakGuard
+
+# tox has an environment of its own for these.
+collect_ignore = [] if find_spec("torch") else ["with_torch"]
 
 settings.register_profile(
     "engine_client",
