@@ -85,7 +85,6 @@ if TYPE_CHECKING:
         SamplingParams as SamplingParams,
     )
 
-    __version__: str
 
 _HOMES = {
     "engine_client.clients.base": ("EngineCoreClient",),
@@ -155,19 +154,16 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
+__version__ = "0.1.0"
+
 __all__ = list(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
-    if home is not None:
-        value = getattr(import_module(home), name)
-    elif name == "__version__":
-        from importlib.metadata import version  # noqa: PLC0415  # slow to load, and few ask
-
-        value = version(__name__)
-    else:
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home), name)
     globals()[name] = value
     return value
 

@@ -43,7 +43,9 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
     "protocol": {
         "batch": {"codec", "exception_fields", "framing", "wire"},
         "codec": {"arrays", "exceptions", "framing"},
-        "exceptions": {"exception_fields"},
+        "exceptions": {"exception_fields", "tracebacks"},
+        "lifecycle": {"framing"},
+        "tracebacks": {"exception_fields"},
         "wire": {"codec", "framing"},
     },
     "ipc": {
@@ -118,7 +120,7 @@ IN_PROCESS = {("clients.inproc", "engine.core"), ("clients.inproc", "engine.exec
 
 THIRD_PARTY = {
     "psutil": {"ipc.processes"},
-    "tblib": {"protocol.exceptions"},
+    "tblib": {"protocol.tracebacks"},
     "cloudpickle": {"protocol.codec"},
     "numpy": {"protocol.arrays"},
     "torch": {"protocol.arrays"},

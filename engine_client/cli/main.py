@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, NoReturn
 
+from engine_client import __version__
 from engine_client.cli import doctor, generate
 
 __all__ = ["main"]
@@ -33,26 +34,12 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{_PROGRAM}: error: {message} (see {self.prog} --help)\n")
 
 
-class _Version(argparse.Action):
-    """Look the version up only when it is asked for."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415  # costs 20 ms
-
-        try:
-            number = version("engine_client")
-        except PackageNotFoundError:
-            number = "unknown (not installed)"
-        print(_PROGRAM, number)
-        parser.exit()
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog=_PROGRAM,
         description="Run an engine core behind its client: a built-in language model, or your own executor.",
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.add_argument("--version", action="version", version=f"{_PROGRAM} {__version__}")
     parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks, and what the library logs")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in (generate, doctor):

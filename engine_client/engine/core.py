@@ -185,7 +185,7 @@ class EngineCore(EngineControl):
             block_size=limits.block_size,
             dp_stats_address=None,
             dtype=str(_section(self.vllm_config, "model_config", "dtype") or "auto"),
-            vllm_version=_version(),
+            vllm_version=engine_client.__version__,
             world_size=_section(self.vllm_config, "parallel_config", "world_size") or 1,
             data_parallel_size=_section(self.vllm_config, "parallel_config", "data_parallel_size") or 1,
             kv_cache_size_tokens=num_tokens,
@@ -217,13 +217,6 @@ def _build(executor_class: Callable[..., Any], vllm_config: Any) -> Executor:
 
 def _section(vllm_config: Any, section: str, name: str) -> Any:
     return getattr(getattr(vllm_config, section, None), name, None)
-
-
-def _version() -> str:
-    try:
-        return engine_client.__version__
-    except ImportError:  # the package was not installed but is run from its sources, which do not know it
-        return "unknown"
 
 
 def _no_step() -> StepOutputs:
