@@ -287,16 +287,23 @@ class Traffic:
         try:
             failed, value = decode_reply(frame)
         except BaseException as error:  # noqa: BLE001  # the value's own code ran; its caller gets what it raised
-            kind = type(error).__name__
-            fault = RemoteCallError(f"the reply cannot be decoded: {kind}: {text_of(error)}", kind)
-            fault.__cause__ = error
-            failed, value = True, fault
-        if failed:
-            self.calls.settle(frame.ref, error=value)
-        else:
+            self.calls.settle(frame.ref, error=_stand_in("the reply cannot be decoded: ", error))
+            return
+        if not failed:
             self.calls.settle(frame.ref, result=value)
+        elif isinstance(value, Exception):
+            self.calls.settle(frame.ref, error=value)
+        else:  # SystemExit, say: it ends nothing over here
+            self.calls.settle(frame.ref, error=_stand_in("", value))
 
     def _log_once(self, kind: str, message: str, *args: str) -> None:
         if kind not in self._logged:
             self._logged.add(kind)
             _log.warning(message, *args)
+
+
+def _stand_in(prefix: str, error: BaseException) -> RemoteCallError:
+    kind = type(error).__name__
+    stand_in = RemoteCallError(f"{prefix}{kind}: {text_of(error)}", kind, getattr(error, "remote_traceback", ""))
+    stand_in.__cause__ = error
+    return stand_in

@@ -67,8 +67,8 @@ class BusyLoop:
         front_ends: by client index; owned by the caller until ``run``, by the loop afterwards.
         status: the engine's status page.
         shutdown_timeout: seconds that requests in flight may take to finish at shutdown; 0 aborts them.
-        backlog_limit: bytes that may wait for a front-end.  Beyond, no step is made until it has read some; where others
-            wait too, one that does not read at all is cut off.
+        backlog_limit: bytes that may wait for a front-end.  Beyond, no step is made until it has read some; where
+            others wait too, one that does not read at all is cut off.
         ensure_main: runs the client's main module in this process, for payloads that name its objects.
         look_around: called when the engine's code may have started processes, before anybody can know of them.
     """
@@ -230,7 +230,7 @@ class BusyLoop:
             message = decode_add(frame)
             message.client_index = front_end.index
             front_end.register(key, message.request_id)
-        except Exception as error:  # noqa: BLE001  # the boundary of one request: it ends, nothing else does
+        except BaseException as error:  # noqa: BLE001  # the boundary of one request, whose own code ran: SystemExit, too
             front_end.send_error(key, error)
             return
         try:
@@ -252,6 +252,10 @@ class BusyLoop:
             if frame.flags & Flag.NEEDS_MAIN:
                 self._ensure_main()
             method, args = decode_utility(frame)
+        except BaseException as error:  # noqa: BLE001  # the arguments' own code ran; SystemExit in it ends nothing, either
+            front_end.send_failure(call_id, error)
+            return
+        try:
             result = self._utility(method)(*args)
         except Exception as error:  # noqa: BLE001  # the boundary of one call: its caller gets the error
             front_end.send_failure(call_id, error)

@@ -14,17 +14,21 @@ import logging
 import select
 import time
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from engine_client.deadline import Deadline
 from engine_client.errors import SerializationError
 from engine_client.ipc.channel import Channel
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from engine_client.protocol.batch import encode_outputs
+from engine_client.protocol.exception_fields import cut, text_of
 from engine_client.protocol.framing import Kind
 from engine_client.protocol.wire import Frame, decode_abort, encode_dead, encode_reply, encode_text
 
 __all__ = ["FrontEnd"]
+
+_LONGEST_LOGGED: Final = 2000
+"""Characters of an error's text in the log; its request gets all of it."""
 
 
 class FrontEnd:
@@ -120,31 +124,29 @@ class FrontEnd:
         """Send a step's outputs; return the ids of requests that had to be ended because theirs cannot be sent."""
         outputs.engine_index = self.rank
         try:
-            frame, finished = encode_outputs(outputs, self._keys, self._aborted)
+            self._send_batch(outputs)
         except Exception as error:  # noqa: BLE001  # an output's value: find whose it is, and fail only that request
             return self._send_singly(outputs, error)
+        return []
+
+    def _send_batch(self, outputs: EngineCoreOutputs) -> None:
+        frame, finished = encode_outputs(outputs, self._keys, self._aborted)
         if frame is not None:
             self._send(frame)
         for request_id in finished:
             self.forget(request_id)
-        return []
 
     def _send_singly(self, outputs: EngineCoreOutputs, error: Exception) -> list[str]:
         """Send each output as a batch of its own; those that cannot be encoded end with reason ERROR."""
         failed: list[str] = []
         for output in outputs.outputs:
             try:
-                frame, finished = encode_outputs(EngineCoreOutputs(self.rank, [output]), self._keys, self._aborted)
-            except Exception as fault:  # noqa: BLE001  # as above
+                self._send_batch(EngineCoreOutputs(self.rank, [output]))
+            except Exception as fault:  # noqa: BLE001, PERF203  # as above
                 failed.append(output.request_id)
                 self._send_last(output.request_id, FinishReason.ERROR, _unsendable("an output", fault))
-                continue
-            if frame is not None:
-                self._send(frame)
-            for request_id in finished:
-                self.forget(request_id)
         if not failed:
-            self.log.warning("the statistics of a step cannot be sent: %r", error)
+            self.log.warning("the statistics of a step cannot be sent: %s", cut(_describe(error), _LONGEST_LOGGED))
         return failed
 
     def _send_last(self, request_id: str, reason: FinishReason, stop_reason: str | None) -> None:
@@ -166,19 +168,18 @@ class FrontEnd:
 
     def send_error(self, key: int, error: BaseException) -> None:
         """End a request that never reached the scheduler, with reason ERROR and the error's text."""
-        self.log.warning("a request was refused: %s: %s", type(error).__name__, error)
-        self._send_unregistered(key, FinishReason.ERROR, f"{type(error).__name__}: {error}")
+        text = _describe(error)
+        self.log.warning("a request was refused: %s", cut(text, _LONGEST_LOGGED))
+        self._send_unregistered(key, FinishReason.ERROR, text)
 
     def send_result(self, call_id: int, result: Any) -> None:
-        """Answer a call; a result that cannot be pickled becomes that call's error."""
+        """Answer a call; a result that cannot be pickled, or is too large to send, becomes that call's error."""
         try:
-            frame = encode_reply(call_id, result)
+            self._send(encode_reply(call_id, result))
         except Exception as error:  # noqa: BLE001  # the result's own code ran; its caller gets what it raised
             fault = SerializationError(_unsendable("the result", error))
             fault.__cause__ = error
             self.send_failure(call_id, fault)
-            return
-        self._send(frame)
 
     def send_failure(self, call_id: int, error: BaseException) -> None:
         """Answer a call with the exception that ended it."""
@@ -208,4 +209,8 @@ class FrontEnd:
 
 
 def _unsendable(what: str, error: BaseException) -> str:
-    return f"{what} cannot be sent to the client: {type(error).__name__}: {error}"
+    return f"{what} cannot be sent to the client: {_describe(error)}"
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {text_of(error)}"
