@@ -18,6 +18,7 @@ the same thread); ``_lock`` is reentrant for that.  In a forked copy of its proc
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -34,6 +35,8 @@ from engine_client.ipc.handle import ChildHandle
 from engine_client.ipc.processes import Descendant, descendants, find_descendant
 
 __all__ = ["How", "ProcessGroup"]
+
+_log = logging.getLogger("engine_client.session")
 
 How = Literal["ended", "asked", "terminated", "killed", "stuck"]
 """How an engine came to its end: by itself before anything was done, when asked, by SIGTERM, by SIGKILL, not at all."""
@@ -69,9 +72,7 @@ class ProcessGroup:
         self._members: dict[int, _Member] = {}
         self._swept: list[Descendant] = []  # killed behind their engines, perhaps not gone yet
 
-    def add(
-        self, rank: int, handle: ChildHandle, strays: Callable[[], Iterable[tuple[int, int]]] = lambda: ()
-    ) -> None:
+    def add(self, rank: int, handle: ChildHandle, strays: Callable[[], Iterable[tuple[int, int]]] = lambda: ()) -> None:
         """Own a process that was just started.
 
         Args:
@@ -256,20 +257,13 @@ class ProcessGroup:
         return os.getpid() != self._owner
 
     def _warn_of_kill(self, members: list[_Member], deadline: Deadline) -> None:
-        living = self._living(members)
-        if not living:
-            return
-        with suppress(ImportError):  # so late in the interpreter's end that nothing can be imported, nor logged
-            import logging  # noqa: PLC0415 (for an accident alone)
-
-            logger = logging.getLogger("engine_client.session")
-            for member in living:
-                logger.warning(
-                    "engine rank %d (pid %d) did not end within %g s and is killed; what it was doing is cut short",
-                    member.rank,
-                    member.handle.pid,
-                    deadline.timeout,
-                )
+        for member in self._living(members):
+            _log.warning(
+                "engine rank %d (pid %d) did not end within %g s and is killed; what it was doing is cut short",
+                member.rank,
+                member.handle.pid,
+                deadline.timeout,
+            )
 
     def __repr__(self) -> str:
         states = ", ".join(f"{member.rank}: {self.exit_name(member.rank)}" for member in self._some(None))

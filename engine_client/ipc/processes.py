@@ -74,8 +74,10 @@ def descendants(pid: int) -> list[Descendant]:
     """Return all processes below ``pid``, whatever group or session they are in; none when it is gone."""
     if _has_children(pid) is False:
         return []
-    import psutil  # noqa: PLC0415 (see the module docstring)
-
+    try:
+        import psutil  # noqa: PLC0415 (see the module docstring)
+    except ImportError:  # so late in the interpreter's end that nothing can be imported; the lifeline is left
+        return []
     try:
         return [Descendant(process) for process in psutil.Process(pid).children(recursive=True)]
     except psutil.Error:  # it ended while we looked
@@ -84,8 +86,10 @@ def descendants(pid: int) -> list[Descendant]:
 
 def find_descendant(pid: int, started: int) -> Descendant | None:
     """Return the process that another one has recorded by pid and ``started``; None when it is gone."""
-    import psutil  # noqa: PLC0415 (see the module docstring)
-
+    try:
+        import psutil  # noqa: PLC0415 (see the module docstring)
+    except ImportError:  # as above
+        return None
     with suppress(psutil.Error):  # it is gone
         found = Descendant(psutil.Process(pid))
         # To the second, since each process reckons with a time of the machine's start that it has read itself.
@@ -106,7 +110,10 @@ def children_of_this_process() -> bytes | None:
     found = []
     try:
         for task in os.listdir("/proc/self/task"):
-            with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/self/task/{task}/children", "rb") as file:
+            with (
+                suppress(FileNotFoundError, ProcessLookupError),
+                open(f"/proc/self/task/{task}/children", "rb") as file,
+            ):
                 found.append(file.read())
     except OSError:  # no /proc
         return None

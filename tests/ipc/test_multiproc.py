@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -188,7 +189,8 @@ if __name__ == "__main__":
     os.kill(os.getpid(), signal.SIGKILL)
 """
     )
-    result = run_script(script, flags=())
+    with tempfile.TemporaryDirectory() as directory:  # where a killed fork server leaves its socket
+        result = run_script(script, flags=(), env={"TMPDIR": directory})
     result.check(-signal.SIGKILL)
     eventually(lambda: not is_running(int(result.stdout)), 5)
 

@@ -154,6 +154,15 @@ def test_children_that_come_and_go(monkeypatch):
     assert children_of_this_process() == b""
 
 
+def test_at_the_end_of_the_interpreter(tree, monkeypatch):
+    """So late that nothing can be imported any more, nothing is found, and nothing fails."""
+    parent, children = tree
+    started = descendants(parent.pid)[0].started
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert descendants(parent.pid) == []
+    assert find_descendant(children[0], started) is None
+
+
 class TestMemoryHint:
     """The hint for a process that was killed."""
 
