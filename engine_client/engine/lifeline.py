@@ -15,8 +15,9 @@ process adopts orphans: both would tell wrong.
 
 Invariants: I5 (nothing outlives the launcher).
 
-Threads: ``arm`` on the main thread, ``look`` on that and on the watcher.  ``_watch`` runs in a daemon thread of its own,
-which blocks in ``poll`` for as long as the launcher lives; while the engine is being built it looks around now and then.
+Threads: ``arm`` on the main thread, ``look`` on that and on the watcher.  ``_watch`` runs in a daemon thread of its
+own, which blocks in ``poll`` for as long as the launcher lives; while the engine is being built it looks around now and
+then.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A process that calls ``setsid`` leaves its group, and one whose parent dies leaves the tree.  So descendants have to be
 recorded while the engine lives, as pid *and* time of creation: a pid alone may come to mean a stranger.
 
+Whoever asks may be short of descriptors, and what is asked about may vanish at any moment; both mean "not found".
+
 psutil is loaded only when there is a child to look at: most engines have none, and it takes 10 ms and 2 MB.
 
 Threads: stateless; called from anywhere.
@@ -40,7 +42,7 @@ class Descendant:
         """Return when it was created, in hundredths of a second; 0 when it is gone."""
         import psutil  # noqa: PLC0415 (see the module docstring)
 
-        with suppress(psutil.Error):
+        with suppress(psutil.Error, OSError):
             return int(self._process.create_time() * 100)
         return 0
 
@@ -48,7 +50,7 @@ class Descendant:
         """Tell whether it still runs; a zombie does not."""
         import psutil  # noqa: PLC0415 (see the module docstring)
 
-        with suppress(psutil.Error):  # it ended while we looked
+        with suppress(psutil.Error, OSError):  # it ended while we looked
             return self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE
         return False
 
@@ -56,7 +58,7 @@ class Descendant:
         """Send SIGKILL if it still is the process that was recorded."""
         import psutil  # noqa: PLC0415 (see the module docstring)
 
-        with suppress(psutil.Error):  # it is gone, or it runs as somebody else and is not ours to end
+        with suppress(psutil.Error, OSError):  # it is gone, or it runs as somebody else and is not ours to end
             self._process.kill()
 
     def group(self) -> int | None:
@@ -80,7 +82,7 @@ def descendants(pid: int) -> list[Descendant]:
         return []
     try:
         return [Descendant(process) for process in psutil.Process(pid).children(recursive=True)]
-    except psutil.Error:  # it ended while we looked
+    except (psutil.Error, OSError):  # it ended while we looked
         return []
 
 
@@ -90,7 +92,7 @@ def find_descendant(pid: int, started: int) -> Descendant | None:
         import psutil  # noqa: PLC0415 (see the module docstring)
     except ImportError:  # as above
         return None
-    with suppress(psutil.Error):  # it is gone
+    with suppress(psutil.Error, OSError):  # it is gone
         found = Descendant(psutil.Process(pid))
         # To the second, since each process reckons with a time of the machine's start that it has read itself.
         if abs(found.started - started) <= _SAME_START:

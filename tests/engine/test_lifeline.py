@@ -406,9 +406,7 @@ def test_a_look_costs_nothing_while_nothing_changes(harmless, pipe, monkeypatch)
 
 def test_strays_are_told(harmless, pipe, monkeypatch):
     """Whoever keeps account of strays learns their pids and starts."""
-    monkeypatch.setattr(
-        lifeline, "descendants", lambda pid: [SimpleNamespace(pid=1234, started=5, group=lambda: 1234)]
-    )
+    monkeypatch.setattr(lifeline, "descendants", lambda pid: [SimpleNamespace(pid=1234, started=5, group=lambda: 1234)])
     monkeypatch.setattr(lifeline, "reopen", lambda fd: None)
     monkeypatch.setattr(lifeline, "children_of_this_process", lambda: b"1234 ")
     line = Lifeline(pipe[0], os.getppid())

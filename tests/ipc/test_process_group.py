@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import subprocess
 import threading
@@ -396,6 +397,29 @@ def test_one_that_cannot_be_killed(many, monkeypatch):
             assert many.shutdown(0.2) == {0: "stuck"}
     many.group.kill_now()
     assert many.shutdown(0) == {0: "killed"}
+
+
+def test_no_descriptor_left(many):
+    """A host that has run out of descriptors can still end its engines; a stray that it cannot look at is spared."""
+    child = many.start()
+    many.start("ignore_sigterm")
+    child.ask({"spawn": "session"})
+    stray = child.hear()["pid"]
+    many.group.record_descendants()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, limits[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        ended = many.shutdown(0.3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in taken:
+            os.close(fd)
+    assert ended == {0: "asked", 1: "killed"}
+    os.kill(stray, signal.SIGKILL)
 
 
 def test_closed_sentinels(many):
