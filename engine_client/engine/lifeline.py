@@ -13,7 +13,7 @@ and for systems without such signals.  An executor's own clean-up does not run o
 The lifeline is a pipe that nobody ever writes to.  Nothing here depends on the thread that started us, or on which
 process adopts orphans: both would tell wrong.
 
-Invariants: I5 (nothing outlives the launcher).
+Invariants: I5 (nothing outlives the launcher), I10 (the watcher outlives a look that fails).
 
 Threads: ``arm`` on the main thread, ``look`` on that and on the watcher.  ``_watch`` runs in a daemon thread of its
 own, which blocks in ``poll`` for as long as the launcher lives; while the engine is being built it looks around now and

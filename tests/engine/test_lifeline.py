@@ -414,3 +414,23 @@ def test_strays_are_told(harmless, pipe, monkeypatch):
     line.on_strays = told.append
     line.started()
     assert told == [[(1234, 5)]]
+
+
+def test_a_look_that_fails_does_not_end_the_watch(harmless, pipe, monkeypatch):
+    """While the engine is being built the watcher looks around, and watches on whatever becomes of a look."""
+    looked = threading.Event()
+
+    def fail(self) -> None:
+        looked.set()
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(Lifeline, "look", fail)
+    monkeypatch.setattr(lifeline, "_LOOK_AT_START", 0.01)
+    ended = threading.Event()
+    line = Lifeline(pipe[0], os.getppid(), lambda strays: ended.set())
+    line.arm()
+    assert looked.wait(DEADLOCK)
+    assert not ended.is_set()
+    hang_up(pipe)
+    assert ended.wait(DEADLOCK)
+    finish(line)
