@@ -13,6 +13,7 @@ from engine_client.ipc.arena import ArenaReader
 from engine_client.ipc.channel import Channel
 from engine_client.ipc.handle import ChildHandle
 from engine_client.ipc.status_page import StatusReader
+from engine_client.protocol.lifecycle import Lifecycle
 
 __all__ = ["STARTING", "EngineLink"]
 
@@ -55,12 +56,13 @@ class EngineLink:
         self.lifeline = lifeline
         self.faults = faults
         self.phase = STARTING
+        self.life = Lifecycle(self.title)  # the starting thread's, then the reader's
         # -- reader thread only, once it runs --
         self.last_words: tuple[BaseException, str] | None = None
         self.farewell: str | None = None
 
     def __repr__(self) -> str:
-        return f"<EngineLink rank={self.rank} pid={self.pid} {self.phase} {self.channel!r}>"
+        return f"<EngineLink rank={self.rank} pid={self.pid} {self.life.state.name} {self.phase} {self.channel!r}>"
 
     @property
     def title(self) -> str:
@@ -94,7 +96,10 @@ class EngineLink:
 
     def close_after_fork(self) -> None:
         """Close the copies that a forked child inherited, without touching a lock that another thread may have held."""
-        lifeline, self.lifeline = self.lifeline, -1
-        if lifeline >= 0:
-            os.close(lifeline)
+        for name in ("lifeline", "faults"):
+            fd = getattr(self, name)
+            setattr(self, name, -1)
+            if fd >= 0:
+                os.close(fd)
         self.channel.close_after_fork()
+        self.status.close()

@@ -9,6 +9,7 @@ Threads: constructed by one thread; everything else from any.
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 import time
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ from engine_client.clients.start import Handshake, launch_engine
 from engine_client.config import ClientOptions, ready_timeout, shutdown_grace
 from engine_client.deadline import Deadline
 from engine_client.errors import EngineDeadError, EngineStalledError
+from engine_client.ipc.aside import run_aside, signals_blocked
 from engine_client.ipc.arena import ArenaWriter, create_memory
 from engine_client.ipc.status_page import EngineStatus
 from engine_client.ipc.user_main import describe_main, importable, replay_guard
@@ -64,7 +67,7 @@ class BackgroundResources:
         """End the engines and release everything; idempotent."""
         self.engine_dead = True
         if self.session is not None:
-            self.session.close(shutdown_grace(self.session.options))
+            self.session.close(self.session.grace)
 
     def validate_alive(self, frames: Any) -> None:
         """Raise ``EngineDeadError`` if ``frames`` is the reference's single ENGINE_CORE_DEAD frame."""
@@ -103,6 +106,7 @@ class MPClient(EngineCoreClient):
         replay_guard()
         self.vllm_config = vllm_config
         self.options = options or ClientOptions()
+        shutdown_grace(self.options)  # wrong in the environment, it is to be told here and not by a finalizer
         parallel = vllm_config.parallel_config
         if client_addresses or parallel.data_parallel_size > 1:
             raise NotImplementedError("several front-ends and data parallel engines are not part of this version")
@@ -117,9 +121,9 @@ class MPClient(EngineCoreClient):
             self.core_engine = self.core_engines[0]
             self._session = self._start(executor_class, log_stats)
         except BaseException:
-            self._finalizer.detach()
             if self.resources.session is not None:
-                self.resources.session.abandon()
+                run_aside(self.resources.session.abandon)  # a second interrupt waits until nothing is left
+            self._finalizer.detach()
             raise
 
     def __repr__(self) -> str:
@@ -149,12 +153,11 @@ class MPClient(EngineCoreClient):
         session.main_importable = importable(main)
         self.resources.session = session
         self.resources.engine_manager = session.group
-        requests_fd = create_memory("engine-requests")
-        parties = max(self.engine_ranks_managed) + 1
-        session.writer = ArenaWriter(requests_fd, limit=self.options.arena_limit, parties=parties)
-        for rank in self.engine_ranks_managed:
-            link = launch_engine(rank, self.options, session.writer, requests_fd)
-            session.adopt(link)
+        if self.options.start_method == "fork":
+            with signals_blocked():  # instead of another thread, with which a fork would not be safe
+                self._launch(session)
+        else:
+            run_aside(partial(self._launch, session))
         token = secrets.token_hex(16)
 
         def make_init(rank: int) -> Init:
@@ -168,6 +171,22 @@ class MPClient(EngineCoreClient):
         session.group.record_descendants()
         session.serve()
         return session
+
+    def _launch(self, session: Session) -> None:
+        """Start the processes; what is acquired belongs to the session at once."""
+        if self.options.start_method != "exec":
+            from engine_client.ipc.multiproc import before_multiprocessing_exit  # noqa: PLC0415  # as the launcher does
+
+            session.cancel_exit_hook = before_multiprocessing_exit(self._finalizer)
+        requests_fd = create_memory("engine-requests")
+        try:
+            parties = max(self.engine_ranks_managed) + 1
+            session.writer = ArenaWriter(requests_fd, limit=self.options.arena_limit, parties=parties)
+        except BaseException:
+            os.close(requests_fd)
+            raise
+        for rank in self.engine_ranks_managed:
+            session.adopt(launch_engine(rank, self.options, session.writer, requests_fd))
 
     def _apply_ready_response(self, payload: EngineCoreReadyResponse) -> None:
         """Take over an engine's real capacities into the caller's config, as the reference does."""

@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from engine_client.clients.endings import Ending, closed_ending, death_of
 from engine_client.clients.link import EngineLink
@@ -31,6 +32,7 @@ from engine_client.ipc.arena import ArenaWriter
 from engine_client.ipc.process_group import ProcessGroup
 from engine_client.ipc.reader import ReaderThread
 from engine_client.protocol.framing import Kind
+from engine_client.protocol.lifecycle import Action, Event
 from engine_client.protocol.wire import Frame, decode_dead, decode_text, encode_text
 
 __all__ = ["Session"]
@@ -49,13 +51,15 @@ class Session(Traffic):
     def __init__(self, options: ClientOptions, on_end: Callable[[], None] = lambda: None) -> None:
         super().__init__(options)
         self.group = ProcessGroup()
+        self.grace = shutdown_grace(options)  # of a finalizer
         self.writer: ArenaWriter | None = None
+        self.cancel_exit_hook: Callable[[], object] = lambda: None
         self._on_end = on_end
         self._reader = ReaderThread(self, f"engine-client-reader-{os.getpid()}")
         self._released = threading.Event()
         self._running: set[int] = set()  # ranks whose process has not ended; reader thread only
-        self._lock = threading.RLock()  # guards _ending, _closing and
         self._releasing = False
+        self._lock = threading.RLock()  # guards _ending, _closing and _releasing
         _sessions.add(self)
 
     def __repr__(self) -> str:
@@ -95,26 +99,25 @@ class Session(Traffic):
     def close(self, grace: float) -> None:
         """End the engines and release everything; idempotent, from any thread, finalizers included.
 
+        Who calls it while another one is at it joins in: the shorter grace counts.
+
         Args:
             grace: seconds for the polite end; then they are killed.
         """
         if self.owner_pid != os.getpid():
             return
-        first = False
+        with self._lock:
+            is_over = self._ending is not None
+            self._closing = True
         try:
-            with self._lock:
-                first = not self._closing and self._ending is None
-                self._closing = True
-            if not first:
-                if not self._reader.is_current():
-                    self._released.wait(grace + JOIN_TIMEOUT)
-                return
-            self.group.shutdown(Deadline(grace), self._ask)
-            if self._reader.is_alive() and not self._reader.is_current():
-                self._ended.wait(JOIN_TIMEOUT)  # until it has read what the engines sent last
+            if not is_over:
+                self.group.shutdown(Deadline(grace), self._ask)
+                if self._reader.is_alive() and not self._reader.is_current():
+                    self._ended.wait(JOIN_TIMEOUT)  # until it has read what the engines sent last
         finally:
-            if first:
-                self.abandon()
+            self.abandon()
+        if not self._reader.is_current():
+            self._released.wait(JOIN_TIMEOUT)  # another thread may be at it
 
     def abandon(self) -> None:
         """Kill the engines and release everything, without a word to them."""
@@ -124,6 +127,7 @@ class Session(Traffic):
 
     def _ask(self) -> None:
         for link in self.links.values():
+            self._reader.call(partial(link.life.happened, Event.CLOSE))
             with suppress(BrokenPipeError):  # it is gone already
                 if not link.channel.send(encode_text(Kind.SHUTDOWN, "the client asked")):
                     self._reader.wakeup()
@@ -139,23 +143,28 @@ class Session(Traffic):
         return True
 
     def _release(self) -> None:
-        """Give everything back, once."""
+        """Give everything back, once; after an interrupt the next call goes on with it."""
         with self._lock:
             if self._releasing:
                 return
             self._releasing = True
-        self.group.kill_now()
-        self._reader.stop(JOIN_TIMEOUT)
-        for link in self.links.values():
-            link.close()
-        self.group.close()
-        if self.writer is not None:
-            self.writer.close()
-        self._released.set()
+        try:
+            self.group.kill_now()
+            self._reader.stop(JOIN_TIMEOUT)
+            for link in self.links.values():
+                link.close()
+            self.group.close()
+            if self.writer is not None:
+                self.writer.close()
+            self.cancel_exit_hook()
+            self._released.set()
+        finally:
+            self._releasing = self._released.is_set()
 
     def forget_after_fork(self) -> None:
         """Close this process's copies of the descriptors, in a forked child; the parent's are untouched."""
         self.group.after_fork_in_child()
+        self._reader.after_fork_in_child()
         for link in self.links.values():
             link.close_after_fork()
 
@@ -172,6 +181,8 @@ class Session(Traffic):
 
     def _take(self, link: EngineLink, frame: Frame) -> None:
         kind = frame.kind
+        if link.life.received(kind) is Action.IGNORE:
+            return
         if kind == Kind.OUTPUTS:
             self._take_outputs(link, frame)
         elif kind == Kind.REPLY:
@@ -180,9 +191,7 @@ class Session(Traffic):
             self._take_last_words(link, frame)
         elif kind == Kind.GOODBYE:
             link.farewell = str(decode_text(frame))
-            self._reader.set_deadline(link.rank, Deadline(shutdown_grace(self.options)))
-        else:
-            raise RemoteProtocolError(f"a {Kind(kind).name} message from a running engine")
+            self._reader.set_deadline(link.rank, Deadline(self.grace))
 
     def _take_last_words(self, link: EngineLink, frame: Frame) -> None:
         try:
@@ -193,6 +202,7 @@ class Session(Traffic):
 
     def on_end(self, rank: int, error: BaseException | None) -> None:
         """Take the end of a stream: at once when it is broken, else when the process ends, which is due now."""
+        self.links[rank].life.happened(Event.EOF if error is None else Event.VIOLATION)
         if error is not None:
             self._die(rank, error)
         elif self.links[rank].farewell is None:
@@ -200,11 +210,13 @@ class Session(Traffic):
 
     def on_exit(self, rank: int) -> None:
         """Take the end of a process."""
+        self.links[rank].life.happened(Event.EXIT)
         self._running.discard(rank)
         self._die(rank, None)
 
     def on_deadline(self, rank: int) -> None:
         """Take that a process did not end though its stream did."""
+        self.links[rank].life.happened(Event.DEADLINE)
         self._die(rank, None)
 
     def on_reader_failed(self, error: BaseException) -> None:

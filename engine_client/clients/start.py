@@ -27,7 +27,6 @@ from engine_client.deadline import Deadline
 from engine_client.errors import HandshakeTimeout, RemoteProtocolError, StartupError
 from engine_client.ipc.arena import ArenaReader, ArenaWriter, create_memory
 from engine_client.ipc.channel import Channel
-from engine_client.ipc.descriptors import above_stdio
 from engine_client.ipc.exits import exit_name
 from engine_client.ipc.launcher import EngineFds, launch
 from engine_client.ipc.processes import memory_hint
@@ -48,8 +47,42 @@ from engine_client.protocol.wire import (
 
 __all__ = ["Handshake", "launch_engine"]
 
+_EXIT_TIMEOUT: Final = 1.0
+"""Seconds that an engine which has closed its channel gets to end, so that its exit can be told."""
+
 _FIRST_INHERITABLE: Final = 3
 """Descriptors 0 to 2 are the standard streams; a host that closed them must not have ours taken for them."""
+
+
+class _Fds:
+    """Descriptors without another owner; closed at the end of the block unless they were given away."""
+
+    def __init__(self) -> None:
+        self._fds: set[int] = set()
+
+    def own(self, *fds: int) -> list[int]:
+        """Own descriptors, at numbers clear of the standard streams; return those."""
+        self._fds.update(fds)
+        return [self._move(fd) if fd < _FIRST_INHERITABLE else fd for fd in fds]
+
+    def _move(self, fd: int) -> int:
+        moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_INHERITABLE)
+        self._fds.add(moved)
+        self._fds.discard(fd)
+        os.close(fd)
+        return moved
+
+    def give(self, fd: int) -> int:
+        """Return a descriptor that has another owner from now on."""
+        self._fds.discard(fd)
+        return fd
+
+    def __enter__(self) -> _Fds:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
 
 
 def _pipe_pair() -> tuple[int, int]:
@@ -58,13 +91,12 @@ def _pipe_pair() -> tuple[int, int]:
 
     ours, theirs = Pipe(duplex=True)
     with ours, theirs:
-        first = fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD_CLOEXEC, _FIRST_INHERITABLE)
+        first = os.dup(ours.fileno())
         try:
-            second = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, _FIRST_INHERITABLE)
+            return first, os.dup(theirs.fileno())
         except OSError:
             os.close(first)
             raise
-    return first, second
 
 
 def launch_engine(rank: int, options: ClientOptions, writer: ArenaWriter, requests_fd: int) -> EngineLink:
@@ -78,38 +110,36 @@ def launch_engine(rank: int, options: ClientOptions, writer: ArenaWriter, reques
 
     Raises:
         OSError: descriptors, memory or processes have run out; nothing is left behind.
+        StartupError: the process could not be started.
     """
-    with ExitStack() as undo:
-
-        def own(fd: int) -> int:
-            undo.callback(os.close, fd)
-            return fd
-
-        ours, theirs = map(own, _pipe_pair())
-        held, lifeline = (own(above_stdio(fd)) for fd in os.pipe())
-        page = own(create_memory(f"engine-status-{rank}"))
-        StatusReader.prepare(page)
-        faults = own(create_memory(f"engine-faults-{rank}"))
-        results = own(create_memory(f"engine-results-{rank}"))
-        fds = EngineFds(
-            channel=theirs, lifeline=held, page=page, faults=faults, arena_in=requests_fd, arena_out=results
+    with _Fds() as fds, ExitStack() as undo:
+        ours, theirs = fds.own(*_pipe_pair())
+        held, lifeline = fds.own(*os.pipe())
+        page, faults, results = (
+            fds.own(create_memory(f"engine-{name}-{rank}"))[0] for name in ("status", "faults", "results")
         )
+        status = StatusReader(page)
+        undo.callback(status.close)
+        fds.give(page)
+        reader = ArenaReader(results)
+        undo.callback(reader.close)
+        fds.give(results)
+        name = f"engine core {rank}"
+        channel = Channel(
+            ours, name=name, writer=writer, reader=reader, threshold=options.arena_threshold, party=rank
+        )
+        undo.callback(channel.close)
+        fds.give(ours)
         handle = launch(
-            options.start_method, name=f"engine-core-{rank}", fds=fds, parent_fds=(ours, lifeline)
+            options.start_method,
+            name=f"engine-core-{rank}",
+            fds=EngineFds(theirs, held, page, faults, arena_in=requests_fd, arena_out=results),
+            parent_fds=(ours, lifeline),
         )
         undo.pop_all()
-    for fd in (theirs, held):
-        os.close(fd)
-    reader = ArenaReader(results)
-    channel = Channel(
-        ours,
-        name=f"engine core {rank}",
-        writer=writer,
-        reader=reader,
-        threshold=options.arena_threshold,
-        party=rank,
-    )
-    return EngineLink(rank, handle, channel, reader, StatusReader(page), lifeline=lifeline, faults=faults)
+        return EngineLink(
+            rank, handle, channel, reader, status, lifeline=fds.give(lifeline), faults=fds.give(faults)
+        )
 
 
 class Handshake:
@@ -136,6 +166,7 @@ class Handshake:
         self._token = token
         self._options = options
         self._deadline = deadline
+        self._mute: dict[int, Deadline] = {}  # ranks that can say nothing more: until when they have to end
         self._failures: dict[int, tuple[EngineLink, str, BaseException | None]] = {}
         self._responses: dict[int, EngineCoreReadyResponse] = {}
 
@@ -152,14 +183,27 @@ class Handshake:
                 selector.register(link.handle.sentinel, selectors.EVENT_READ, (link, "sentinel"))
             while self._waiting:
                 self._flush(selector)
-                events = selector.select(self._deadline.remaining())
+                events = selector.select(self._patience())
                 for key, _ in sorted(events, key=lambda event: event[0].data[1]):  # channels before sentinels
                     self._serve(selector, *key.data)
+                self._fail_mute()
                 if self._failures:
                     raise self._startup_error()
                 if self._waiting and self._deadline.expired():
                     raise self._timeout_error()
         return self._responses
+
+    def _patience(self) -> float | None:
+        """Return for how many seconds nothing need happen."""
+        mute = [deadline for rank, deadline in self._mute.items() if rank in self._waiting]
+        return min((*mute, self._deadline), key=lambda deadline: deadline.at).remaining()
+
+    def _fail_mute(self) -> None:
+        """Give up engines that have closed their channel and did not end."""
+        for rank, deadline in self._mute.items():
+            if rank in self._waiting and deadline.expired():
+                link = self._waiting[rank]
+                self._fail(link, f"closed its channel while {link.phase}, before it was ready, and did not end", None)
 
     def _flush(self, selector: selectors.BaseSelector) -> None:
         for link in self._waiting.values():
@@ -178,7 +222,7 @@ class Handshake:
         if rank not in self._waiting:
             return
         if not link.channel.ended:
-            self._read(selector, link)
+            self._read(selector, link, to_the_end=what == "sentinel")
         if rank not in self._waiting:
             selector.unregister(link.handle.sentinel)
         elif link.channel.fault is not None:
@@ -186,11 +230,16 @@ class Handshake:
         elif what == "sentinel":
             self._fail(link, self._exit_text(link), None)
 
-    def _read(self, selector: selectors.BaseSelector, link: EngineLink) -> None:
-        for frame in link.channel.receive():
-            self._take(link, frame)
+    def _read(self, selector: selectors.BaseSelector, link: EngineLink, *, to_the_end: bool) -> None:
+        """Take what has arrived; of a process that has ended, all that it has left."""
+        before = -1
+        while not link.channel.ended and (before < 0 or (to_the_end and link.channel.received > before)):
+            before = link.channel.received
+            for frame in link.channel.receive():
+                self._take(link, frame)
         if link.channel.ended:
             selector.unregister(link.channel.fileno())
+            self._mute[link.rank] = Deadline(_EXIT_TIMEOUT)
 
     def _take(self, link: EngineLink, frame: Frame) -> None:
         """Move one engine along; a message that does not fit ends its start."""
@@ -203,16 +252,18 @@ class Handshake:
 
     def _advance(self, link: EngineLink, frame: Frame) -> None:
         kind = frame.kind
+        link.life.received(kind)
         if kind == Kind.HELLO:
             version, _ = decode_text(frame)
             if version != PROTOCOL_VERSION:
                 raise RemoteProtocolError(f"it speaks protocol version {version}, this client {PROTOCOL_VERSION}")
             link.phase = "importing the engine"
-            link.channel.send(encode_init(self._make_init(link.rank)))
+            init = encode_init(self._make_init(link.rank))
+            link.life.sending(init.kind)
+            link.channel.send(init)
         elif kind == Kind.STATUS:
             link.phase, done, total = decode_status(frame)
-            if self._options.on_progress is not None:
-                self._options.on_progress(link.phase, done, total)
+            self._report(link, done, total)
         elif kind == Kind.READY:
             token, response = decode_ready(frame)
             if token != self._token:
@@ -224,8 +275,17 @@ class Handshake:
             error, link.phase = decode_dead(frame)
             text = f"failed while {link.phase}: {type(error).__name__}: {text_of(error)}"
             self._fail(link, text, error)
-        else:
-            raise RemoteProtocolError(f"a {Kind(kind).name} message before READY")
+        else:  # GOODBYE: the table allows nothing else here
+            self._fail(link, f"was shut down while {link.phase}, before it was ready ({decode_text(frame)})", None)
+
+    def _report(self, link: EngineLink, done: int, total: int) -> None:
+        """Tell the user of progress; an exception of the callback ends the start, with that as the cause."""
+        if self._options.on_progress is not None:
+            try:
+                self._options.on_progress(link.phase, done, total)
+            except Exception as error:  # noqa: BLE001  # the user's code: its error is the start's
+                text = f"was given up while {link.phase}: on_progress raised {type(error).__name__}: {text_of(error)}"
+                self._fail(link, text, error)
 
     def _fail(self, link: EngineLink, text: str, error: BaseException | None) -> None:
         self._failures.setdefault(link.rank, (link, text, error))

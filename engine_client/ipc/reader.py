@@ -88,15 +88,15 @@ class ReaderThread:
 
     def add(self, rank: int, channel: Channel, sentinel: int | None) -> None:
         """Watch an engine's channel and, where the process is ours, its sentinel."""
-        self._ask(lambda: self._add(rank, channel, sentinel))
+        self.call(lambda: self._add(rank, channel, sentinel))
 
     def remove(self, rank: int) -> None:
         """Stop watching an engine."""
-        self._ask(lambda: self._forget(rank))
+        self.call(lambda: self._forget(rank))
 
     def set_deadline(self, rank: int, deadline: Deadline) -> None:
         """Have ``on_deadline(rank)`` called unless the rank is removed before."""
-        self._ask(lambda: self._deadlines.setdefault(rank, deadline))
+        self.call(lambda: self._deadlines.setdefault(rank, deadline))
 
     def wakeup(self) -> None:
         """Make the thread look for backlogs to flush."""
@@ -122,7 +122,13 @@ class ReaderThread:
         elif not self.is_current():
             self._thread.join(timeout)
 
-    def _ask(self, request: Callable[[], Any]) -> None:
+    def after_fork_in_child(self) -> None:
+        """Close the copies that a forked child has inherited; the thread does not exist there."""
+        self._selector.close()
+        self._wakeup.close()
+
+    def call(self, request: Callable[[], Any]) -> None:
+        """Have the thread call this between two rounds."""
         self._requests.append(request)
         self._wakeup.wakeup()
 

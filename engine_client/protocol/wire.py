@@ -195,9 +195,7 @@ def _rest_of(request: Any) -> dict[str, Any] | None:
     if not any(map(is_not, values, _REST_DEFAULTS)):
         return None
     return {
-        name: value
-        for name, value, default in zip(_REST, values, _REST_DEFAULTS, strict=True)
-        if value is not default
+        name: value for name, value, default in zip(_REST, values, _REST_DEFAULTS, strict=True) if value is not default
     }
 
 

@@ -36,6 +36,7 @@ def session(**options: Any) -> Iterator[tuple[Session, Peer]]:
     """A session whose engine is played by the test."""
     with played_engine() as peer:
         made = Session(ClientOptions(**options))
+        peer.be_ready()
         made.adopt(peer.link)
         made.serve()
         try:

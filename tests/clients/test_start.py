@@ -102,9 +102,10 @@ def test_an_init_bigger_than_the_pipe_arrives() -> None:
     ("frame", "text"),
     [
         (encode_hello(1, version=99), "version 99"),
-        (encode_ready("other", RESPONSE), "another client"),
-        (encode_text(Kind.GOODBYE, "x"), "GOODBYE message before READY"),
-        (Frame(Kind.STATUS, 0, 0, b"no pickle"), "cannot be used"),
+        (encode_ready("token", RESPONSE), "sent READY although it is LAUNCHED"),
+        (encode_status("loading", 1, 2), "sent STATUS although it is LAUNCHED"),
+        (encode_text(Kind.GOODBYE, "SIGTERM"), "was shut down.*SIGTERM"),
+        (Frame(Kind.HELLO, 0, 0, b"no pickle"), "cannot be used"),
     ],
 )
 def test_a_message_that_does_not_fit_ends_the_start(frame: Frame, text: str) -> None:
@@ -114,6 +115,36 @@ def test_a_message_that_does_not_fit_ends_the_start(frame: Frame, text: str) -> 
         with pytest.raises(StartupError, match=text) as caught:
             shake([peer])
         assert f"engine core 0 (pid {peer.process.pid})" in str(caught.value)
+
+
+def test_an_engine_of_another_client_is_refused() -> None:
+    """READY must repeat this client's token."""
+    with played_engine() as peer:
+
+        def play() -> None:
+            peer.channel.send(encode_hello(1))
+            wait_for_init(peer)
+            peer.channel.send(encode_ready("other", RESPONSE))
+
+        with pytest.raises(StartupError, match="another client"):
+            shake([peer], play)
+
+
+def test_an_exception_of_on_progress_ends_the_start_as_its_cause() -> None:
+    """The user's callback is named, and its exception is the cause."""
+    with played_engine() as peer:
+
+        def play() -> None:
+            peer.channel.send(encode_hello(1))
+            wait_for_init(peer)
+            peer.channel.send(encode_status("loading", 1, 2))
+
+        def fail(*_: Any) -> None:
+            raise ZeroDivisionError("mine")
+
+        with pytest.raises(StartupError, match="on_progress raised ZeroDivisionError: mine") as caught:
+            shake([peer], play, on_progress=fail)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 def test_bytes_that_are_no_frame_end_the_start() -> None:
@@ -128,6 +159,7 @@ def test_bytes_that_are_no_frame_end_the_start() -> None:
 def test_the_engine_s_exception_is_the_cause_and_only_failed_ranks_are_named() -> None:
     """FAILED carries the exception; a rank that was only slow is not blamed."""
     with played_engine(0) as good, played_engine(1) as bad:
+        bad.channel.send(encode_hello(1))
         bad.channel.send(encode_failed(ValueError("marker"), "loading weights"))
         with pytest.raises(StartupError, match="ValueError: marker") as caught:
             shake([good, bad])
@@ -184,6 +216,8 @@ def test_an_engine_that_reports_without_end_does_not_outlive_the_deadline() -> N
         ended = threading.Event()
 
         def play() -> None:
+            peer.channel.send(encode_hello(1))
+            wait_for_init(peer)
             while not ended.wait(0.001):
                 peer.channel.send(encode_status("loading weights", 1, 2))
 
@@ -198,13 +232,14 @@ def test_an_engine_that_reports_without_end_does_not_outlive_the_deadline() -> N
 
 
 def test_a_stream_that_ended_waits_for_the_exit() -> None:
-    """An engine that closed its channel and lives is waited for until the deadline, without spinning."""
-    with played_engine() as peer:
-        peer.channel.close()
-        began = time.process_time()
-        with pytest.raises(HandshakeTimeout):
-            shake([peer], timeout=0.5)
-        assert time.process_time() - began < 0.3
+    """An engine that closed its channel and lives is given up after a second or at the deadline, without spinning."""
+    for timeout, error, text in ((0.5, HandshakeTimeout, "waited"), (DEADLOCK, StartupError, "closed its channel")):
+        with played_engine() as peer:
+            peer.channel.close()
+            began = time.process_time()
+            with took_at_most(2.0), pytest.raises(error, match=text):
+                shake([peer], timeout=timeout)
+            assert time.process_time() - began < 0.3
 
 
 def test_a_launch_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,11 @@ def test_a_request_arrives_equal(
 def test_a_request_of_another_class_is_read_by_attribute() -> None:
     """Missing attributes count as defaults."""
     sparse = SimpleNamespace(
-        request_id="r", prompt_token_ids=[9], sampling_params=None, pooling_params=PoolingParams(task="embed"), arrival_time=0.0
+        request_id="r",
+        prompt_token_ids=[9],
+        sampling_params=None,
+        pooling_params=PoolingParams(task="embed"),
+        arrival_time=0.0,
     )
     assert through(sparse) == request(
         prompt_token_ids=[9], sampling_params=None, pooling_params=PoolingParams(task="embed"), arrival_time=0.0

@@ -1,0 +1,182 @@
+"""What tests of faults share: every client, the start methods, engines that die on a sign, and threads that wait."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_client import ClientOptions, EngineConfig, EngineCoreClient, EngineDeadError, InprocClient, SyncMPClient
+from engine_client.config import StartMethod
+from engine_client.engine.executor import Batch, ModelOutput
+from engine_client.testing.executors import EchoExecutor
+from engine_client.testing.faults import die
+from helpers.timing import DEADLOCK, eventually
+
+__all__ = [
+    "METHODS",
+    "Gated",
+    "Waiter",
+    "check_dead",
+    "client_of",
+    "describe",
+    "die_at",
+    "interrupt_after",
+    "methods",
+    "record_logs",
+    "told",
+    "wait_for",
+]
+
+METHODS: tuple[StartMethod, ...] = ("exec", "spawn", "forkserver", "fork")
+
+
+def methods(*always: StartMethod) -> pytest.MarkDecorator:
+    """Parametrise over all start methods; those not named are for the full matrix."""
+    return pytest.mark.parametrize(
+        "method", [m if m in ("exec", *always) else pytest.param(m, marks=pytest.mark.full) for m in METHODS]
+    )
+
+
+def client_of(kind: str, executor: Any = EchoExecutor, settings: Any = None, **options: Any) -> EngineCoreClient:
+    """Return a client of a kind (``inproc``, or a start method) with an executor and its settings."""
+    config = EngineConfig(additional_config=dict(settings or {}))
+    if kind == "inproc":
+        return InprocClient(config, executor, False)
+    return SyncMPClient(config, executor, False, options=ClientOptions(start_method=kind, **options))  # type: ignore[arg-type]
+
+
+def wait_for(path: str | Path) -> None:
+    """Wait, in an engine, until a file is there."""
+    deadline = time.monotonic() + DEADLOCK
+    while not os.path.exists(path):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class Gated(EchoExecutor):
+    """Stays in a step until the file ``gate`` is there, then dies by ``how``, or raises if that is an exception."""
+
+    def execute_model(self, batch: Batch) -> ModelOutput:
+        settings = self.vllm_config.additional_config
+        Path(settings["gate"] + ".reached").touch()
+        wait_for(settings["gate"])
+        return die_at(self, settings["gate"], settings["how"])
+
+
+def die_at(worker: object, gate: str, how: Any) -> Any:
+    """Wait for the file, then die; a utility through ``collective_rpc``."""
+    del worker
+    Path(gate + ".reached").touch()
+    wait_for(gate)
+    if isinstance(how, BaseException):
+        raise how
+    die(how)
+
+
+class Waiter(threading.Thread):
+    """A thread that calls something until it raises, and keeps the error and when it came."""
+
+    def __init__(self, call: Callable[[], Any], *, again: bool = True) -> None:
+        super().__init__(daemon=True)
+        self.call = call
+        self.again = again
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.at = float("inf")
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self.call()
+            while self.again:
+                self.result = self.call()
+        except BaseException as error:
+            self.error = error
+        self.at = time.monotonic()
+
+    def end(self, since: float, bound: float) -> BaseException | None:
+        """Wait for its end, which must come within ``bound`` seconds of ``since``; return its error."""
+        self.join(DEADLOCK)
+        assert self.at - since <= bound, f"{self.call} ended {self.at - since:.2f} s later, bound {bound} s: {self.error!r}"
+        return self.error
+
+
+def check_dead(client: SyncMPClient, *texts: str, cause: type[BaseException] | None = None) -> None:
+    """Check that every further call fails at once, says why, and that the client can be shut down quickly."""
+    from helpers.clients import make_request
+
+    calls: list[Callable[[], Any]] = [
+        client.get_output,
+        lambda: client.call_utility("is_sleeping"),
+        lambda: client.add_request(make_request("late")),
+        client.is_sleeping,
+        client.check_health,
+        client.ensure_alive,
+    ]
+    began = time.monotonic()
+    errors = []
+    for call in calls:
+        with pytest.raises(EngineDeadError) as caught:
+            call()
+        errors.append(caught.value)
+        for text in texts:
+            assert text in str(caught.value)
+        assert cause is None or isinstance(caught.value.__cause__, cause)
+    assert len(set(map(id, errors))) == len(errors)
+    client.abort_requests(["late"])
+    assert not client.is_alive
+    assert client.resources.engine_dead
+    assert client.utility_results == {}
+    client.shutdown()
+    assert time.monotonic() - began < 1.0
+
+
+def record_logs(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Return a function that returns what this library has logged at WARNING and above."""
+    caplog.set_level(logging.DEBUG, "engine_client")
+    return lambda: [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith("engine_client") and record.levelno >= logging.WARNING
+    ]
+
+
+@contextmanager
+def interrupt_after(seconds: float) -> Iterator[None]:
+    """Send SIGINT to this process after a while, unless the block has ended."""
+    over = threading.Event()
+
+    def interrupt() -> None:
+        if not over.wait(seconds):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def describe(path: str | Path, **facts: Any) -> None:
+    """Tell, in a script, the test that runs it these facts."""
+    temporary = Path(f"{path}.part")
+    temporary.write_text(json.dumps(facts))
+    temporary.rename(path)
+
+
+def told(path: Path, timeout: float = DEADLOCK) -> Any:
+    """Return, in a test, what its script told by ``describe``."""
+    eventually(path.exists, timeout)
+    return json.loads(path.read_text())
