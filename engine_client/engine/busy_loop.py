@@ -38,7 +38,7 @@ from engine_client.messages import EngineCoreOutputs
 from engine_client.protocol.framing import Flag, Kind
 from engine_client.protocol.wire import PING, Frame, decode_add, decode_utility
 
-__all__ = ["BusyLoop", "LoopState"]
+__all__ = ["TRANSITIONS", "BusyLoop", "LoopState"]
 
 _IDLE_YIELD: Final = 0.001
 """Seconds to wait when a step had work and ran nothing, so that a waiting executor does not spin."""
@@ -57,6 +57,15 @@ class LoopState(enum.Enum):
     REQUESTED = "shutdown requested"
     DRAINING = "draining"
     ENDED = "ended"
+
+
+TRANSITIONS: Final = {
+    LoopState.RUNNING: (LoopState.REQUESTED, LoopState.ENDED),
+    LoopState.REQUESTED: (LoopState.DRAINING, LoopState.ENDED),
+    LoopState.DRAINING: (LoopState.ENDED,),
+    LoopState.ENDED: (),
+}
+"""What each state may become.  Asking again for the end of a loop that is ending changes nothing."""
 
 
 class BusyLoop:
@@ -111,8 +120,12 @@ class BusyLoop:
         """Ask the loop to end, from any thread or signal handler: abort or drain, then leave."""
         if self.state is LoopState.RUNNING:
             self.reason = reason
-            self.state = LoopState.REQUESTED
+            self._move(LoopState.REQUESTED)
         self._wakeup.wakeup()
+
+    def _move(self, state: LoopState) -> None:
+        assert state in TRANSITIONS[self.state]
+        self.state = state
 
     def fail(self, error: BaseException) -> None:
         """Have ``run`` raise this; from any thread."""
@@ -137,7 +150,7 @@ class BusyLoop:
                 self._read()
             self._finish()
         finally:
-            self.state = LoopState.ENDED
+            self._move(LoopState.ENDED)
             self._selector.close()
             self._wakeup.close()
         return self.reason
@@ -318,7 +331,7 @@ class BusyLoop:
         if self.state is LoopState.RUNNING:
             return True
         if self.state is LoopState.REQUESTED:
-            self.state = LoopState.DRAINING
+            self._move(LoopState.DRAINING)
             self._status.draining()
             self._drain = Deadline(self._shutdown_timeout)
         if self._drain.expired():
