@@ -8,7 +8,6 @@ Threads: any.  There is no lock: each operation is one ``dict`` operation that t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -16,8 +15,6 @@ from itertools import count
 from typing import Any
 
 __all__ = ["PendingCalls"]
-
-_log = logging.getLogger("engine_client.session")
 
 
 class PendingCalls:
@@ -49,18 +46,17 @@ class PendingCalls:
         """Give a call up: a reply that still comes is dropped."""
         self.futures.pop(call_id, None)
 
-    def settle(self, call_id: int, *, result: Any = None, error: BaseException | None = None) -> None:
-        """End a call with its result or its error; a call that was given up is ignored, and its failure logged."""
+    def settle(self, call_id: int, *, result: Any = None, error: BaseException | None = None) -> bool:
+        """End a call with its result or its error; return whether it was waiting, or had been given up."""
         future = self.futures.pop(call_id, None)
         if future is None:
-            if error is not None:
-                _log.warning("a utility call that was given up has failed: %s: %s", type(error).__name__, error)
-            return
+            return False
         with suppress(InvalidStateError):  # its caller cancelled it in this very moment
             if error is not None:
                 future.set_exception(error)
             else:
                 future.set_result(result)
+        return True
 
     def fail_all(self, make_error: Callable[[], BaseException]) -> None:
         """End every call with an error of its own."""

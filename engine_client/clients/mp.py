@@ -15,7 +15,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,10 +25,10 @@ from engine_client.clients.base import EngineCoreClient
 from engine_client.clients.session import Session
 from engine_client.clients.start import Handshake, launch_engine
 from engine_client.config import ClientOptions, ready_timeout, shutdown_grace
-from engine_client.deadline import Deadline
+from engine_client.deadline import Deadline, check_timeout
 from engine_client.errors import EngineDeadError, EngineStalledError
-from engine_client.ipc.aside import run_aside, signals_blocked
 from engine_client.ipc.arena import ArenaWriter, create_memory
+from engine_client.ipc.aside import run_aside, signals_blocked
 from engine_client.ipc.status_page import EngineStatus
 from engine_client.ipc.user_main import describe_main, importable, replay_guard
 from engine_client.messages import EngineCoreReadyResponse
@@ -224,12 +223,12 @@ class MPClient(EngineCoreClient):
             EngineDeadError: it is dead, or the client is closed.
             EngineStalledError: it lives but did not answer within ``timeout`` seconds; says what it was doing.
         """
-        call_id, future = self._session.call(PING, ())
+        deadline = Deadline(check_timeout(timeout))
+        call_id = self._session.calls.new_id()
         try:
-            future.result(timeout)
-        except FutureTimeoutError:  # the builtin one only since 3.11
-            if future.done():
-                raise
+            _, future = self._session.call(PING, (), deadline, call_id)
+            self._session.wait(future, deadline)
+        except TimeoutError:
             doing = "; ".join(map(_describe, self.engine_status()))
             raise EngineStalledError(f"the engine is not responding: no answer within {timeout:g} s; {doing}") from None
         finally:

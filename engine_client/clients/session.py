@@ -31,7 +31,7 @@ from engine_client.errors import RemoteCallError, RemoteProtocolError
 from engine_client.ipc.arena import ArenaWriter
 from engine_client.ipc.process_group import ProcessGroup
 from engine_client.ipc.reader import ReaderThread
-from engine_client.protocol.framing import Kind
+from engine_client.protocol.framing import Flag, Kind
 from engine_client.protocol.lifecycle import Action, Event
 from engine_client.protocol.wire import Frame, decode_dead, decode_text, encode_text
 
@@ -186,7 +186,8 @@ class Session(Traffic):
         if kind == Kind.OUTPUTS:
             self._take_outputs(link, frame)
         elif kind == Kind.REPLY:
-            self._take_reply(frame)
+            if not self.calls.settle(frame.ref, result=frame) and frame.flags & Flag.FAILED:
+                _log.warning("a utility call that its caller gave up has failed in %s", link.title)
         elif kind == Kind.DEAD:
             self._take_last_words(link, frame)
         elif kind == Kind.GOODBYE:

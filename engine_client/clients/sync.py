@@ -11,7 +11,6 @@ next call sees nothing of it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from threading import get_ident
 from typing import Any
 
@@ -116,12 +115,7 @@ class SyncMPClient(SyncUtilities, MPClient):
         call_id = self._session.calls.new_id()
         try:
             _, future = self._session.call(method, args, deadline, call_id)
-            try:
-                return future.result(deadline.remaining())
-            except FutureTimeoutError:  # the builtin one only since 3.11
-                if future.done():
-                    raise  # the engine's own
-                raise TimeoutError(f"the utility {method!r} did not answer within {timeout:g} s") from None
+            return self._session.wait(future, deadline, f"the utility {method!r}")
         except Exception:
             raise
         except BaseException:  # as in add_request

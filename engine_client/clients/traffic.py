@@ -19,7 +19,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from typing import Any, Final
 
@@ -161,8 +161,8 @@ class Traffic:
         args: tuple[Any, ...],
         deadline: Deadline | None = None,
         call_id: int | None = None,
-    ) -> tuple[int, Future[Any]]:
-        """Send a utility call; return its id and its future.
+    ) -> tuple[int, Future[Frame]]:
+        """Send a utility call; return its id and its future, for ``wait``.
 
         Args:
             method, args: what to call.
@@ -190,6 +190,32 @@ class Traffic:
         if self._ending is not None:  # it died in between: whoever failed the table may have come before us
             self.calls.settle(call_id, error=self._ending.error())
         return call_id, future
+
+    def wait(self, future: Future[Frame], deadline: Deadline, what: str = "a call") -> Any:
+        """Wait for the reply to a call, decode it, and return its value.
+
+        It is decoded by whoever waits for it and not by the reader: decoding may import modules, and the one who waits
+        may be in the middle of importing them.
+
+        Raises:
+            TimeoutError: no reply before the deadline.
+            EngineDeadError: the engine is dead.
+            RemoteCallError: the reply cannot be decoded.
+            Exception: what the utility raised.
+        """
+        try:
+            frame = future.result(deadline.remaining())
+        except FutureTimeoutError:  # the builtin one only since 3.11
+            raise TimeoutError(f"{what} was not answered within {deadline.timeout:g} s") from None
+        try:
+            failed, value = decode_reply(frame)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the value's own code ran; SystemExit, say, ends nothing here
+            raise _stand_in("the reply cannot be decoded: ", error) from error
+        if not failed:
+            return value
+        raise value if isinstance(value, Exception) else _stand_in("", value)
 
     def get(self, timeout: float | None) -> EngineCoreOutputs:
         """Wait for the next outputs.
@@ -282,19 +308,6 @@ class Traffic:
             names = ", ".join(columns.strays)
             self._log_once("stray", "%s sent outputs of requests nobody has asked for: %s", link.title, names)
         self._outputs.put(columns)
-
-    def _take_reply(self, frame: Frame) -> None:
-        try:
-            failed, value = decode_reply(frame)
-        except BaseException as error:  # noqa: BLE001  # the value's own code ran; its caller gets what it raised
-            self.calls.settle(frame.ref, error=_stand_in("the reply cannot be decoded: ", error))
-            return
-        if not failed:
-            self.calls.settle(frame.ref, result=value)
-        elif isinstance(value, Exception):
-            self.calls.settle(frame.ref, error=value)
-        else:  # SystemExit, say: it ends nothing over here
-            self.calls.settle(frame.ref, error=_stand_in("", value))
 
     def _log_once(self, kind: str, message: str, *args: str) -> None:
         if kind not in self._logged:

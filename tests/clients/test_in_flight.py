@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from engine_client.clients.in_flight import InFlight
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -71,7 +70,7 @@ def test_a_thread_knows_its_own_requests() -> None:
     assert table.mine() == []
 
 
-@given(st.lists(st.tuples(st.sampled_from("add abort finish".split()), st.sampled_from("abc")), max_size=40))
+@given(st.lists(st.tuples(st.sampled_from(["add", "abort", "finish"]), st.sampled_from("abc")), max_size=40))
 def test_the_table_agrees_with_a_model(steps: list[tuple[str, str]]) -> None:
     """Whatever the order, an id is in flight exactly from its add to its finish or abort."""
     table = InFlight()

@@ -6,10 +6,10 @@ import threading
 from typing import Any
 
 import pytest
-from helpers.clients import make_request
 
 from engine_client import ClientOptions, ClosedError, EngineConfig, FinishReason, InprocClient
 from engine_client.testing.executors import EchoExecutor, FailingInit, SlowInit
+from helpers.clients import make_request
 
 
 def inproc(**options: Any) -> InprocClient:

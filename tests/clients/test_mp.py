@@ -8,8 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.clients import pid_of, scripted_client
-from helpers.timing import took_at_most
 
 from engine_client import (
     BackgroundResources,
@@ -24,6 +22,8 @@ from engine_client.clients.mp import MPClient
 from engine_client.ipc.status_page import EngineState
 from engine_client.testing.faults import frozen
 from engine_client.testing.scripted import Script
+from helpers.clients import pid_of, scripted_client
+from helpers.timing import took_at_most
 
 
 def test_health_tells_frozen_from_busy_from_dead() -> None:

@@ -11,12 +11,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from helpers.clients import make_request
-from helpers.peers import Peer, played_engine
-from helpers.timing import DEADLOCK, eventually, took_at_most
 
-from engine_client import ClientOptions, ClosedError, EngineDeadError, FinishReason, ForeignProcessError, RemoteCallError
+from engine_client import (
+    ClientOptions,
+    ClosedError,
+    EngineDeadError,
+    FinishReason,
+    ForeignProcessError,
+    RemoteCallError,
+)
 from engine_client.clients.session import Session
+from engine_client.deadline import Deadline
 from engine_client.errors import RemoteProtocolError
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs
 from engine_client.protocol.batch import encode_outputs
@@ -29,6 +34,9 @@ from engine_client.protocol.wire import (
     encode_status,
     encode_text,
 )
+from helpers.clients import make_request
+from helpers.peers import Peer, played_engine
+from helpers.timing import DEADLOCK, eventually, took_at_most
 
 
 @contextmanager
@@ -111,7 +119,18 @@ def test_replies_that_nobody_waits_for_are_dropped() -> None:
         call_id, future = s.call("echo", (1,))
         for value in ("mine", "again"):
             peer.channel.send(encode_reply(call_id, value))
-        assert future.result(DEADLOCK) == "mine"
+        assert s.wait(future, Deadline(DEADLOCK)) == "mine"
+
+
+def test_a_failure_of_a_call_that_was_given_up_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A late reply is dropped; a late failure leaves one line."""
+    with session() as (s, peer), caplog.at_level(logging.WARNING):
+        call_id, _ = s.call("a", ())
+        s.calls.discard(call_id)
+        peer.channel.send(encode_reply(call_id, 1))
+        peer.channel.send(encode_reply(call_id, error=KeyError("late")))
+        eventually(lambda: "gave up" in caplog.text, DEADLOCK)
+        assert len(caplog.records) == 1
 
 
 def test_a_reply_that_cannot_be_decoded_fails_its_call_alone() -> None:
@@ -123,8 +142,8 @@ def test_a_reply_that_cannot_be_decoded_fails_its_call_alone() -> None:
         peer.channel.send(Frame(Kind.REPLY, Flag.FAILED, first, b"no pickle"))
         peer.channel.send(encode_reply(second, 2))
         with pytest.raises(RemoteCallError, match="cannot be decoded"):
-            bad.result(DEADLOCK)
-        assert good.result(DEADLOCK) == 2
+            s.wait(bad, Deadline(DEADLOCK))
+        assert s.wait(good, Deadline(DEADLOCK)) == 2
 
 
 class Bomb:
@@ -140,7 +159,7 @@ def test_a_value_whose_decoding_raises_system_exit_cannot_end_the_reader() -> No
         call_id, future = s.call("a", ())
         peer.channel.send(encode_reply(call_id, Bomb()))
         with pytest.raises(RemoteCallError, match="SystemExit"):
-            future.result(DEADLOCK)
+            s.wait(future, Deadline(DEADLOCK))
         assert s.state == "running"
 
 
@@ -169,7 +188,7 @@ def test_a_frame_that_makes_no_sense_is_the_engine_s_death(frame: Frame) -> None
     with session() as (s, peer):
         _, future = s.call("a", ())
         peer.channel.send(frame)
-        for call in (lambda: s.get(DEADLOCK), lambda: future.result(DEADLOCK), lambda: s.call("b", ())):
+        for call in (lambda: s.get(DEADLOCK), lambda: s.wait(future, Deadline(DEADLOCK)), lambda: s.call("b", ())):
             with pytest.raises(EngineDeadError) as caught:
                 call()
             assert isinstance(caught.value.__cause__, RemoteProtocolError)
@@ -427,4 +446,4 @@ def test_a_forked_copy_refuses_and_harms_nothing() -> None:
         assert peer.link.handle.is_alive()
         call_id, future = s.call("x", ())
         peer.channel.send(encode_reply(call_id, "alive"))
-        assert future.result(DEADLOCK) == "alive"
+        assert s.wait(future, Deadline(DEADLOCK)) == "alive"

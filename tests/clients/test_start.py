@@ -9,8 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.peers import Peer, played_engine
-from helpers.timing import DEADLOCK, eventually, took_at_most
 
 from engine_client import ClientOptions, HandshakeTimeout, StartupError
 from engine_client.clients.start import Handshake, launch_engine
@@ -30,6 +28,8 @@ from engine_client.protocol.wire import (
     encode_status,
     encode_text,
 )
+from helpers.peers import Peer, played_engine
+from helpers.timing import DEADLOCK, eventually, took_at_most
 
 RESPONSE = EngineCoreReadyResponse(10, 20, 16, None, "auto", "0", 1, 1)
 

@@ -13,9 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.clients import collect, make_request, pid_of, scripted_client
-from helpers.procs import wait_gone
-from helpers.timing import took_at_most
 
 from engine_client import (
     ClosedError,
@@ -26,6 +23,9 @@ from engine_client import (
     SerializationError,
 )
 from engine_client.testing.scripted import Script
+from helpers.clients import collect, make_request, pid_of, scripted_client
+from helpers.procs import wait_gone
+from helpers.timing import took_at_most
 
 
 def test_a_request_goes_there_and_back() -> None:
@@ -429,9 +429,8 @@ def test_an_exception_in_a_step_is_the_cause_of_the_death() -> None:
 
 def test_a_stand_in_for_what_cannot_be_rebuilt() -> None:
     """An exception whose class is unknown here arrives as RemoteCallError with its text."""
-    with scripted_client() as client:
-        with pytest.raises(RemoteCallError, match="only there"):
-            client.collective_rpc(_raise_foreign)
+    with scripted_client() as client, pytest.raises(RemoteCallError, match="only there"):
+        client.collective_rpc(_raise_foreign)
 
 
 def _raise_foreign(worker: object) -> None:
