@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Final
 
 from engine_client.clients.link import EngineLink
 from engine_client.errors import ClosedError, EngineDeadError
 from engine_client.ipc.exits import exit_name
 from engine_client.ipc.processes import memory_hint
-from engine_client.protocol.exception_fields import text_of
+from engine_client.protocol.exception_fields import cut, text_of
 
-__all__ = ["Ending", "closed_ending", "death_of", "owner_of_fork"]
+__all__ = ["Ending", "closed_ending", "death_of", "name_and_text", "owner_of_fork"]
+
+_LONGEST_TEXT: Final = 65_536
+"""Characters of an exception's text in a message; the exception itself has all of it."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +98,13 @@ def death_of(link: EngineLink, exitcode: int | None, fault: BaseException | None
 def _reason(cause: BaseException | None, name: str, phase: str) -> str:
     if cause is None:
         return name
-    text = text_of(cause)
-    if len(text) > 65_536:
-        text = f"{text[:32_768]} … {text[-32_768:]}"
-    while_phase = f" while {phase}" if phase else ""
-    what = f"{type(cause).__name__}: {text}" if text else type(cause).__name__
-    return f"{what}{while_phase} ({name})"
+    return f"{name_and_text(cause)}{f' while {phase}' if phase else ''} ({name})"
+
+
+def name_and_text(error: BaseException) -> str:
+    """Return an exception in one line of a message; what is very long loses its middle."""
+    text = text_of(error)
+    return f"{type(error).__name__}: {cut(text, _LONGEST_TEXT)}" if text else type(error).__name__
 
 
 def owner_of_fork(owner_pid: int) -> str:

@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -148,15 +147,12 @@ class MPClient(EngineCoreClient):
         deadline = Deadline(ready_timeout(self.options))
         main = describe_main()
         payload = dumps((self.vllm_config, executor_class, log_stats), main_importable=importable(main))
-        session = Session(self.options, _dead_flag(self.resources))
-        session.main_importable = importable(main)
-        self.resources.session = session
-        self.resources.engine_manager = session.group
         if self.options.start_method == "fork":
             with signals_blocked():  # instead of another thread, with which a fork would not be safe
-                self._launch(session)
+                session = self._launch()
         else:
-            run_aside(partial(self._launch, session))
+            session = run_aside(self._launch)
+        session.main_importable = importable(main)
         token = secrets.token_hex(16)
 
         def make_init(rank: int) -> Init:
@@ -171,8 +167,11 @@ class MPClient(EngineCoreClient):
         session.serve()
         return session
 
-    def _launch(self, session: Session) -> None:
-        """Start the processes; what is acquired belongs to the session at once."""
+    def _launch(self) -> Session:
+        """Acquire everything: processes, memory, descriptors.  An interrupt in here could come before it has an owner."""
+        session = Session(self.options, _dead_flag(self.resources))
+        self.resources.session = session
+        self.resources.engine_manager = session.group
         if self.options.start_method != "exec":
             from engine_client.ipc.multiproc import before_multiprocessing_exit  # noqa: PLC0415  # as the launcher does
 
@@ -186,6 +185,7 @@ class MPClient(EngineCoreClient):
             raise
         for rank in self.engine_ranks_managed:
             session.adopt(launch_engine(rank, self.options, session.writer, requests_fd))
+        return session
 
     def _apply_ready_response(self, payload: EngineCoreReadyResponse) -> None:
         """Take over an engine's real capacities into the caller's config, as the reference does."""

@@ -25,7 +25,7 @@ from typing import Final, Union
 from engine_client.clients.in_flight import InFlight
 from engine_client.deadline import Deadline
 from engine_client.messages import EngineCoreOutputs
-from engine_client.protocol.batch import Columns
+from engine_client.protocol.batch import Columns, with_values
 
 __all__ = ["OutputQueue"]
 
@@ -39,10 +39,12 @@ class OutputQueue:
 
     Args:
         table: of the requests in flight; turns batches into outputs.
+        on_lost: told of a batch whose values cannot be decoded, and the keys of the requests that fail for it.
     """
 
-    def __init__(self, table: InFlight) -> None:
+    def __init__(self, table: InFlight, on_lost: Callable[[Columns, list[int]], None] = lambda *_: None) -> None:
         self._table = table
+        self._on_lost = on_lost
         self.queue: SimpleQueue[_Item] = SimpleQueue()  # None has those who wait look for the end
         self.unread: deque[_Item] = deque()  # taken from the queue by calls that were interrupted
         self._make_error: Callable[[], BaseException] | None = None
@@ -70,8 +72,10 @@ class OutputQueue:
         taken: list[_Item] = []
         try:
             while True:
-                columns = self._next(deadline, taken)
+                columns, failed = with_values(self._next(deadline, taken))
                 outputs = self._table.outputs(columns)
+                if failed:
+                    self._on_lost(columns, failed)
                 if outputs.outputs or columns.meta is not None:
                     return outputs
         except Exception:

@@ -86,6 +86,8 @@ class Session(Traffic):
         """Own an engine that was just launched."""
         self.links[link.rank] = link
         self.group.add(link.rank, link.handle, link.status.strays)
+        medium = "the pipe" if self.writer is None else self.writer.medium
+        _log.info("%s: buffers of %d bytes and more travel through %s", link.title, self.options.arena_threshold, medium)
 
     def serve(self) -> None:
         """Start the reader, once all engines are ready."""

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final
 
+from engine_client.clients.endings import name_and_text
 from engine_client.clients.link import STARTING, EngineLink
 from engine_client.config import ClientOptions
 from engine_client.deadline import Deadline
@@ -32,7 +33,6 @@ from engine_client.ipc.launcher import EngineFds, launch
 from engine_client.ipc.processes import memory_hint
 from engine_client.ipc.status_page import StatusReader
 from engine_client.messages import EngineCoreReadyResponse
-from engine_client.protocol.exception_fields import text_of
 from engine_client.protocol.framing import Kind
 from engine_client.protocol.wire import (
     PROTOCOL_VERSION,
@@ -248,7 +248,7 @@ class Handshake:
         try:
             self._advance(link, frame)
         except Exception as error:  # noqa: BLE001  # decoding runs the engine's code; only this start fails
-            self._fail(link, f"sent a message that cannot be used: {type(error).__name__}: {text_of(error)}", error)
+            self._fail(link, f"sent a message that cannot be used: {name_and_text(error)}", error)
 
     def _advance(self, link: EngineLink, frame: Frame) -> None:
         kind = frame.kind
@@ -257,7 +257,7 @@ class Handshake:
             version, _ = decode_text(frame)
             if version != PROTOCOL_VERSION:
                 raise RemoteProtocolError(f"it speaks protocol version {version}, this client {PROTOCOL_VERSION}")
-            link.phase = "importing the engine"
+            link.phase = "importing and building the engine"
             init = encode_init(self._make_init(link.rank))
             link.life.sending(init.kind)
             link.channel.send(init)
@@ -273,7 +273,7 @@ class Handshake:
             del self._waiting[link.rank]
         elif kind == Kind.FAILED:
             error, link.phase = decode_dead(frame)
-            text = f"failed while {link.phase}: {type(error).__name__}: {text_of(error)}"
+            text = f"failed while {link.phase}: {name_and_text(error)}"
             self._fail(link, text, error)
         else:  # GOODBYE: the table allows nothing else here
             self._fail(link, f"was shut down while {link.phase}, before it was ready ({decode_text(frame)})", None)
@@ -284,7 +284,7 @@ class Handshake:
             try:
                 self._options.on_progress(link.phase, done, total)
             except Exception as error:  # noqa: BLE001  # the user's code: its error is the start's
-                text = f"was given up while {link.phase}: on_progress raised {type(error).__name__}: {text_of(error)}"
+                text = f"was given up while {link.phase}: on_progress raised {name_and_text(error)}"
                 self._fail(link, text, error)
 
     def _fail(self, link: EngineLink, text: str, error: BaseException | None) -> None:

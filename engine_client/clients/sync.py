@@ -85,10 +85,9 @@ class SyncMPClient(SyncUtilities, MPClient):
             TimeoutError: nothing came in time.
             EngineDeadError: the engine is dead, and all that it sent was returned; again at every later call.
         """
-        check_timeout(timeout)
         me = get_ident()
         try:
-            return self._session.get(timeout)
+            return self._session.get(check_timeout(timeout))
         except Exception:
             raise
         except BaseException:  # as in add_request
@@ -110,10 +109,10 @@ class SyncMPClient(SyncUtilities, MPClient):
             TimeoutError: no answer in time; a later one is dropped.
             EngineDeadError: the engine is dead.
         """
-        deadline = Deadline(check_timeout(timeout))
         me = get_ident()
         call_id = self._session.calls.new_id()
         try:
+            deadline = Deadline(check_timeout(timeout))
             _, future = self._session.call(method, args, deadline, call_id)
             return self._session.wait(future, deadline, f"the utility {method!r}")
         except Exception:

@@ -33,7 +33,7 @@ from engine_client.deadline import Deadline
 from engine_client.errors import EngineDeadError, ForeignProcessError, LocalProtocolError, RemoteCallError
 from engine_client.ipc.reader import ReaderThread
 from engine_client.messages import EngineCoreOutputs
-from engine_client.protocol.batch import decode_columns
+from engine_client.protocol.batch import Columns, decode_columns
 from engine_client.protocol.exception_fields import text_of
 from engine_client.protocol.wire import Frame, decode_reply, encode_abort, encode_add, encode_utility
 
@@ -66,7 +66,7 @@ class Traffic:
         self.interrupts: set[int] = set()  # threads whose last call was interrupted and is not undone yet
         self.max_model_len: int | None = None
         self.main_importable = True
-        self._outputs = OutputQueue(self.in_flight)
+        self._outputs = OutputQueue(self.in_flight, self._on_lost)
         self._waiters: set[threading.Event] = set()  # one of each thread that waits for room
         self._doomed: set[int] = set()  # keys to abort with the next frame, at the latest
         self._consumer = 0  # the thread that last asked for outputs
@@ -298,18 +298,21 @@ class Traffic:
         self._wake_waiters()
 
     def _take_outputs(self, link: EngineLink, frame: Frame) -> None:
-        columns, failed = decode_columns(frame)
-        if failed:
-            with suppress(EngineDeadError):  # its end is about to be read
-                self._write(link, encode_abort(failed))
-        if columns.fault is not None:
-            self._log_once("fault", "%s sent a value that cannot be decoded: %s", link.title, text_of(columns.fault))
+        columns = decode_columns(frame)
         if columns.strays:
             names = ", ".join(columns.strays)
             self._log_once("stray", "%s sent outputs of requests nobody has asked for: %s", link.title, names)
         self._outputs.put(columns)
 
-    def _log_once(self, kind: str, message: str, *args: str) -> None:
+    def _on_lost(self, columns: Columns, keys: list[int]) -> None:
+        """End, in the engine too, the requests of a batch whose values cannot be decoded; on a caller's thread."""
+        self._doomed.update(keys)
+        self._abort_doomed()
+        if columns.fault is not None:
+            rank = columns.engine_index
+            self._log_once("fault", "engine core %s sent a value that cannot be decoded: %s", rank, text_of(columns.fault))
+
+    def _log_once(self, kind: str, message: str, *args: object) -> None:
         if kind not in self._logged:
             self._logged.add(kind)
             _log.warning(message, *args)

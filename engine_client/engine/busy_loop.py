@@ -33,6 +33,7 @@ from engine_client.deadline import Deadline
 from engine_client.engine.front_end import FrontEnd
 from engine_client.interfaces import EngineCore
 from engine_client.ipc.status_page import StatusWriter
+from engine_client.ipc.user_main import decoding
 from engine_client.ipc.wakeup import Wakeup
 from engine_client.messages import EngineCoreOutputs
 from engine_client.protocol.framing import Flag, Kind
@@ -240,7 +241,8 @@ class BusyLoop:
         try:
             if frame.flags & Flag.NEEDS_MAIN:
                 self._ensure_main()
-            message = decode_add(frame)
+            with decoding:
+                message = decode_add(frame)
             message.client_index = front_end.index
             front_end.register(key, message.request_id)
         except BaseException as error:  # noqa: BLE001  # the boundary of one request, whose own code ran: SystemExit, too
@@ -264,7 +266,8 @@ class BusyLoop:
         try:
             if frame.flags & Flag.NEEDS_MAIN:
                 self._ensure_main()
-            method, args = decode_utility(frame)
+            with decoding:
+                method, args = decode_utility(frame)
         except BaseException as error:  # noqa: BLE001  # the arguments' own code ran; SystemExit in it ends nothing, either
             front_end.send_failure(call_id, error)
             return

@@ -32,7 +32,7 @@ from engine_client.ipc.arena import ArenaReader, ArenaWriter
 from engine_client.ipc.channel import Channel
 from engine_client.ipc.launcher import EngineFds
 from engine_client.ipc.status_page import EngineState, StatusWriter
-from engine_client.ipc.user_main import ensure_main
+from engine_client.ipc.user_main import decoding, ensure_main
 from engine_client.protocol.codec import loads
 from engine_client.protocol.framing import Kind
 from engine_client.protocol.wire import (
@@ -152,7 +152,8 @@ class _Engine:
         self.phase = "loading the configuration"
         if init.payload.needs_main:
             ensure_main(init.main)
-        vllm_config, executor_class, log_stats = loads(init.payload.header, init.payload.buffers)
+        with decoding:
+            vllm_config, executor_class, log_stats = loads(init.payload.header, init.payload.buffers)
         self.phase = "building the engine"
         module, _, function = init.target.partition(":")
         build = getattr(import_module(module), function)

@@ -180,6 +180,11 @@ class ArenaWriter:
         """Return how many buffers found no room."""
         return self._fallbacks
 
+    @property
+    def medium(self) -> str:
+        """Say, for the log, what buffers travel through."""
+        return self._room.medium
+
     def __repr__(self) -> str:
         blocks, state = self._room.blocks, "closed" if self._closed else "open"
         return f"<ArenaWriter {state} used={blocks.used} capacity={blocks.capacity} limit={self._room.limit}>"

@@ -19,11 +19,12 @@ import fcntl
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Final
 
 from engine_client.ipc.descriptors import above_stdio
 
-__all__ = ["create_memory", "memory_room", "reserve"]
+__all__ = ["create_memory", "describe_memory", "memory_room", "reserve"]
 
 _PREFIX: Final = "engine-client-"
 _MFD_NOEXEC_SEAL: Final = 0x8
@@ -78,17 +79,25 @@ def _protect(fd: int) -> int:
 
 def _temporary_file() -> int:
     """Return a file that has no name, in memory if there is enough of it, else on disk."""
-    import logging  # noqa: PLC0415  # on this rare path only
     import tempfile  # noqa: PLC0415  # costs 10 ms at start-up
 
     directory = "/dev/shm"  # noqa: S108  # opened there without a name, or with a random one and mode 0600
     if _free_space(directory) < _ROOMY:
         directory = tempfile.gettempdir()
     with tempfile.TemporaryFile(prefix=_PREFIX, dir=directory, buffering=0) as file:
-        fd = fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
-    logger = logging.getLogger("engine_client.session")
-    logger.info("no memfd_create here: shared memory is an unlinked temporary file in %s", directory)
-    return fd
+        return fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
+
+
+def describe_memory(fd: int) -> str:
+    """Say in a few words, for the log, what memory from ``create_memory`` is."""
+    with suppress(AttributeError, OSError):  # no seals here, or not of this file
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            return "shared memory (memfd_create)"
+    try:
+        place = os.path.dirname(os.readlink(f"/proc/self/fd/{fd}"))
+    except OSError:  # no /proc here
+        place = "the directory for temporary files"
+    return f"shared memory (no memfd_create here: an unlinked temporary file in {place})"
 
 
 def _free_space(directory: str) -> int:

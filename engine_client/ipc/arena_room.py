@@ -16,7 +16,7 @@ import os
 from typing import Final
 
 from engine_client.ipc.arena_blocks import PAGE, FreeBlocks, size_class, whole_pages
-from engine_client.ipc.arena_memory import memory_room, reserve
+from engine_client.ipc.arena_memory import describe_memory, memory_room, reserve
 from engine_client.ipc.arena_table import TABLE_SIZE, Table, map_memory, prefault
 
 __all__ = ["ArenaRoom", "Block"]
@@ -53,6 +53,11 @@ class ArenaRoom:
     def is_closed(self) -> bool:
         """Tell whether ``close`` was called."""
         return self._fd < 0
+
+    @property
+    def medium(self) -> str:
+        """Say, for the log, what buffers travel through."""
+        return describe_memory(self._fd) if self.limit and not self.is_closed else "the pipe"
 
     def take(self, nbytes: int) -> Block | None:
         """Return a new block, held by its maker; None if there is no room for it."""

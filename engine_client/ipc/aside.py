@@ -15,11 +15,16 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
+
+from engine_client.deadline import Deadline
 
 __all__ = ["run_aside", "signals_blocked"]
 
 T = TypeVar("T")
+
+_PATIENCE: Final = 10.0
+"""Seconds after the last interrupt, after which something hangs and the user wants out."""
 
 
 class _Call(Generic[T]):
@@ -55,19 +60,21 @@ def run_aside(function: Callable[[], T]) -> T:
     call = _Call(function)
     interrupt: BaseException | None = None
     thread: threading.Thread | None = None
-    while not call.done.is_set() or (thread is not None and thread.is_alive()):
+    patience = Deadline(None)
+    while (not call.done.is_set() or (thread is not None and thread.is_alive())) and not patience.expired():
         try:
             if thread is None:
                 # Interrupted in here it may run or not: then there will be a second one, and one of them does nothing.
                 starting = threading.Thread(target=call, name="engine-client-aside", daemon=True)
                 starting.start()
                 thread = starting
-            call.done.wait()
-            thread.join()
+            call.done.wait(patience.remaining())
+            thread.join(patience.remaining())
         except RuntimeError:
             call()  # no thread can be had
         except BaseException as error:  # noqa: BLE001  # raised below, when the function has ended
             interrupt = interrupt or error
+            patience = Deadline(_PATIENCE)
     if interrupt is not None:
         raise interrupt
     if call.error is not None:

@@ -10,6 +10,8 @@ does it: what stands under ``if __name__ == "__main__":`` is not run.  Most engi
 
 A script without that guard comes to the line that makes a client, in the engine.  There the replay stops: the names
 defined above that line are kept, which is what the client could have sent, and no engine is started by an engine.
+Any other module that makes a client while an engine imports it, to find what it was sent, gets an error that says so:
+its import could not be finished, and the engines would start one another without end.
 
 Threads: ``describe_main`` and ``replay_guard`` from any thread; ``ensure_main`` on the engine's main thread.
 """
@@ -21,7 +23,9 @@ import sys
 from types import ModuleType
 from typing import Any, Final
 
-__all__ = ["MainReplayed", "describe_main", "ensure_main", "importable", "replay_guard"]
+from engine_client.errors import StartupError
+
+__all__ = ["MainReplayed", "decoding", "describe_main", "ensure_main", "importable", "replay_guard"]
 
 _NAME: Final = "__mp_main__"
 """What ``multiprocessing`` calls it; the client has an alias of this name, so objects find their way back."""
@@ -36,6 +40,7 @@ class _Replay:
 
     running = False
     done = False
+    decoding = False
 
 
 def describe_main() -> dict[str, str]:
@@ -83,12 +88,32 @@ def ensure_main(description: dict[str, str]) -> None:
         _Replay.running = False
 
 
+class _Decoding:
+    """The block in which an engine decodes what it was sent, and imports what that names."""
+
+    def __enter__(self) -> None:
+        _Replay.decoding = True
+
+    def __exit__(self, *_: object) -> None:
+        _Replay.decoding = False
+
+
+decoding: Final = _Decoding()
+"""``with decoding:`` around the decoding of a payload, on the engine's main thread."""
+
+
 def replay_guard() -> None:
-    """Stop a main file that is being run in an engine.  To be called first by whatever starts engines.
+    """Stop code that an engine runs only for its definitions.  To be called first by whatever starts engines.
 
     Raises:
         MainReplayed: this process is an engine, and runs the main file for its definitions only.
+        StartupError: it imports the module that calls this, in order to decode what it was sent.
     """
+    if _Replay.decoding and not _Replay.running:
+        raise StartupError(
+            "an engine process imports this module to find what it was sent, and the module makes a client while it is "
+            'imported: move that into a function, or under `if __name__ == "__main__":`'
+        )
     if _Replay.running:
         raise MainReplayed("a main file that is run in an engine process cannot make a client")
 

@@ -51,7 +51,8 @@ class _Ends:
         os.set_blocking(self.write, False)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # bound early: globals go away at exit
-        for fd in (self.read, self.write):
+        for name in self.__slots__:
+            fd = getattr(self, name, -1)  # an interrupt may have come before there was any
             if fd >= 0:
                 close(fd)
 

@@ -31,7 +31,7 @@ from engine_client.protocol.exception_fields import text_of
 from engine_client.protocol.framing import Flag, Kind
 from engine_client.protocol.wire import Frame
 
-__all__ = ["Columns", "decode_columns", "encode_outputs", "outputs_from"]
+__all__ = ["Columns", "decode_columns", "encode_outputs", "outputs_from", "with_values"]
 
 _DEFAULTS: Final = {
     f.name: f.default for f in fields(EngineCoreOutput) if f.name not in ("request_id", "new_token_ids")
@@ -63,6 +63,8 @@ class Columns(NamedTuple):
     meta: dict[str, Any] | None = None
     fault: BaseException | None = None
     """Why the values of this batch are missing."""
+    rest: tuple[Frame, list[int]] | None = None
+    """The values, not decoded yet, and the rows that have some."""
 
 
 def _set_fields(output: Any) -> dict[str, Any]:
@@ -168,26 +170,39 @@ def encode_outputs(
     return Frame(Kind.OUTPUTS, flags, len(builder.keys), header, values.buffers), builder.finished
 
 
-def decode_columns(frame: Frame) -> tuple[Columns, list[int]]:
-    """Decode an OUTPUTS frame; nothing is looked up yet.
+def decode_columns(frame: Frame) -> Columns:
+    """Decode the plain part of an OUTPUTS frame; nothing is looked up, and no code of others runs.
+
+    Raises:
+        Exception: whatever decoding raised: the batch does not even tell its keys.
+    """
+    if not frame.flags & Flag.NESTED:
+        return _load_plain(frame.header)[0]
+    begin = _LENGTH.size
+    end = begin + _LENGTH.unpack_from(frame.header)[0]
+    columns, heavy = _load_plain(frame.header[begin:end])
+    return columns._replace(rest=(frame._replace(header=frame.header[end:]), heavy or []))
+
+
+def with_values(columns: Columns) -> tuple[Columns, list[int]]:
+    """Decode the values of a batch too.
+
+    It is for whoever takes the outputs: decoding may import modules, which the reader must not wait for.
 
     Returns:
         The columns, and the keys of requests that fail here because their values cannot be decoded: each has a row that
         ends it with reason ERROR, and the engine does not know.
-
-    Raises:
-        Exception: whatever decoding raised, when the batch does not even tell its keys.
     """
-    if not frame.flags & Flag.NESTED:
-        return _load_plain(frame.header)[0], []
-    begin = _LENGTH.size
-    end = begin + _LENGTH.unpack_from(frame.header)[0]
-    columns, heavy = _load_plain(frame.header[begin:end])
+    if columns.rest is None:
+        return columns, []
+    frame, heavy = columns.rest
     try:
-        extras, meta = _load_values(frame, end)
+        extras, meta = _load_values(frame)
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:  # noqa: BLE001  # the values' own code ran (SystemExit?); only these requests fail
-        return _without_values(columns, heavy or [], error)
-    return columns._replace(extras=extras, meta=meta), []
+        return _without_values(columns, heavy, error)
+    return columns._replace(extras=extras, meta=meta, rest=None), []
 
 
 def _load_plain(header: Any) -> tuple[Columns, list[int] | None]:
@@ -196,10 +211,10 @@ def _load_plain(header: Any) -> tuple[Columns, list[int] | None]:
     return Columns(*plain), heavy
 
 
-def _load_values(frame: Frame, begin: int) -> Any:
+def _load_values(frame: Frame) -> Any:
     if frame.error is not None:
         raise frame.error
-    return loads(frame.header[begin:], frame.buffers)
+    return loads(frame.header, frame.buffers)
 
 
 def _without_values(columns: Columns, heavy: list[int], error: BaseException) -> tuple[Columns, list[int]]:
@@ -207,7 +222,7 @@ def _without_values(columns: Columns, heavy: list[int], error: BaseException) ->
     text = f"an output cannot be decoded: {type(error).__name__}: {text_of(error)}"
     finishes = [finish for finish in columns.finishes if finish[0] not in heavy]
     finishes += [(row, int(FinishReason.ERROR), text) for row in heavy]
-    return columns._replace(finishes=finishes, fault=error), [columns.keys[row] for row in heavy]
+    return columns._replace(finishes=finishes, fault=error, rest=None), [columns.keys[row] for row in heavy]
 
 
 def outputs_from(columns: Columns, ids: MutableMapping[int, str]) -> tuple[EngineCoreOutputs, list[int]]:

@@ -9,13 +9,14 @@ from hypothesis import given, strategies as st
 
 from engine_client.clients.in_flight import InFlight
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from engine_client.protocol.batch import decode_columns, encode_outputs
+from engine_client.protocol.batch import encode_outputs
+from helpers.transport import columns_of
 
 
 def columns(keys: dict[str, int], *outputs: EngineCoreOutput):
     frame, _ = encode_outputs(EngineCoreOutputs(0, list(outputs)), keys)
     assert frame is not None
-    return decode_columns(frame)[0]
+    return columns_of(frame)[0]
 
 
 def test_an_id_is_taken_until_its_last_output_was_handed_out() -> None:

@@ -11,14 +11,15 @@ from engine_client.clients.in_flight import InFlight
 from engine_client.clients.outputs import OutputQueue
 from engine_client.deadline import Deadline
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
-from engine_client.protocol.batch import Columns, decode_columns, encode_outputs
+from engine_client.protocol.batch import Columns, encode_outputs
 from helpers.timing import DEADLOCK, eventually
+from helpers.transport import columns_of
 
 
 def batch(keys: dict[str, int], *outputs: EngineCoreOutput, **fields: Any) -> Columns:
     frame, _ = encode_outputs(EngineCoreOutputs(0, list(outputs), **fields), keys)
     assert frame is not None
-    return decode_columns(frame)[0]
+    return columns_of(frame)[0]
 
 
 def last(name: str) -> EngineCoreOutput:

@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from helpers.clients import make_request
-from helpers.timing import DEADLOCK, eventually
 
 from engine_client import EngineConfig, FinishReason
 from engine_client.engine.busy_loop import BusyLoop, LoopState
@@ -24,7 +22,6 @@ from engine_client.interfaces import EngineContext
 from engine_client.ipc.arena import create_memory
 from engine_client.ipc.channel import Channel
 from engine_client.ipc.status_page import StatusReader, StatusWriter
-from engine_client.protocol.batch import decode_columns
 from engine_client.protocol.framing import Flag, Kind
 from engine_client.protocol.wire import (
     PING,
@@ -38,6 +35,9 @@ from engine_client.protocol.wire import (
     encode_utility,
 )
 from engine_client.testing.scripted import Script, ScriptedCore
+from helpers.clients import make_request
+from helpers.timing import DEADLOCK, eventually
+from helpers.transport import columns_of
 
 
 class Rig:
@@ -95,7 +95,7 @@ class Rig:
         """Return finish and stop reason by key of the next ``count`` requests that end."""
         found: dict[int, Any] = {}
         while len(found) < count:
-            columns, _ = decode_columns(self.receive(Kind.OUTPUTS, client))
+            columns, _ = columns_of(self.receive(Kind.OUTPUTS, client))
             for row, reason, stop in columns.finishes:
                 found[columns.keys[row]] = FinishReason(reason), stop
         return found
@@ -159,7 +159,7 @@ def test_an_abort_during_a_step_counts_before_its_outputs_go_out() -> None:
         r.clients[0].send(encode_abort([1, 99]))
         r.add(2, "a", 1)
         assert r.finishes(1) == {2: (FinishReason.LENGTH, None)}
-        keys = [key for f in r.frames if f.kind == Kind.OUTPUTS for key in decode_columns(f)[0].keys]
+        keys = [key for f in r.frames if f.kind == Kind.OUTPUTS for key in columns_of(f)[0].keys]
         assert 1 not in keys
 
 

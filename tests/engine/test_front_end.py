@@ -16,9 +16,9 @@ from engine_client.engine.front_end import FrontEnd
 from engine_client.errors import SerializationError
 from engine_client.ipc.channel import Channel
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
-from engine_client.protocol.batch import decode_columns
 from engine_client.protocol.framing import Kind
 from engine_client.protocol.wire import Frame, decode_dead, decode_reply, decode_text, encode_abort
+from helpers.transport import columns_of
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def rows(frames: list[Frame]) -> list[tuple[int, Any, Any]]:
     """Return key, finish reason and stop reason of every row."""
     found = []
     for frame in frames:
-        columns, _ = decode_columns(frame)
+        columns, _ = columns_of(frame)
         assert columns.engine_index == 3
         finishes = {row: (FinishReason(reason), stop) for row, reason, stop in columns.finishes}
         found += [(key, *finishes.get(row, (None, None))) for row, key in enumerate(columns.keys)]
@@ -70,7 +70,7 @@ def test_outputs_of_aborted_requests_stay_here() -> None:
         assert front_end.take_received() == frames
         assert front_end.take_received() == []
         front_end.send_outputs(EngineCoreOutputs(outputs=[EngineCoreOutput("a", [1])]))
-        columns, _ = decode_columns(client.receive()[0])
+        columns, _ = columns_of(client.receive()[0])
         assert columns.strays == ["'a'"]
 
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from helpers.timing import DEADLOCK, eventually
 
 from engine_client import ClientOptions, EngineConfig, EngineDeadError, SyncMPClient
 from engine_client.clients.link import EngineLink
@@ -35,6 +34,7 @@ from engine_client.protocol.wire import (
 )
 from engine_client.testing.executors import EchoExecutor, FailingInit, SlowInit
 from engine_client.testing.scripted import TARGET, Script
+from helpers.timing import DEADLOCK, eventually
 
 
 class Engine:

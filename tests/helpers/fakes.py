@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,7 +87,7 @@ def several_engines(scripts: list[Script], timeout: float = 30.0, **options: Any
         def make_init(rank: int) -> Init:
             config = EngineConfig(additional_config={"script": scripts[rank]})
             payload = dumps((config, None, False))
-            return Init("token", rank, TARGET, [], [], {}, choice.for_engine(), payload)
+            return Init("token", rank, TARGET, sys.path, sys.argv, {}, choice.for_engine(), payload)
 
         yield session, Handshake(list(session.links.values()), make_init, "token", choice, Deadline(timeout))
     finally:

@@ -94,18 +94,18 @@ def run_terminal(dialogue: Callable[[Terminal], Any], *args: str, **options: Any
     terminal = Terminal(master)
 
     def take_terminal() -> None:
+        os.dup2(slave, 0)
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     def started(process: subprocess.Popen[bytes]) -> None:
         del process
         dialogue(terminal)
 
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
     # The plain prompt of all versions; the one of 3.13 draws what is typed anew for each key.
     options["env"] = {"PYTHON_BASIC_REPL": "1", "TERM": "dumb", **options.get("env", {})}
     options.setdefault("flags", ("-W", "error", "-q", "-i"))
     try:
-        return run_script(None, *args, started=started, preexec_fn=take_terminal, **streams, **options)
+        return run_script(None, *args, started=started, preexec_fn=take_terminal, stdout=slave, stderr=slave, **options)
     finally:
         os.close(slave)
         os.close(master)

@@ -23,7 +23,16 @@ import engine_client
 from engine_client.testing.inventory import ProcessKey, describe_process, is_running, key_of, marked_processes
 from helpers.timing import DEADLOCK, eventually
 
-__all__ = ["ScriptResult", "is_gone", "key_of", "run_script", "script_environment", "start_orphan", "wait_gone"]
+__all__ = [
+    "ScriptResult",
+    "is_gone",
+    "key_of",
+    "run_script",
+    "script_environment",
+    "start_orphan",
+    "stop_multiprocessing_daemons",
+    "wait_gone",
+]
 
 _NOISE = ("Traceback", "leaked", "Exception ignored", "ResourceWarning", "never awaited", "Fatal Python error")
 
@@ -189,3 +198,13 @@ def start_orphan() -> int:
         "os._exit(0)"
     )
     return int(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout)
+
+
+def stop_multiprocessing_daemons() -> None:
+    """End the fork server and the resource tracker, where a test started them, so that the next test is on its own."""
+    server = sys.modules.get("multiprocessing.forkserver")
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    if server is not None:
+        server._forkserver._stop()
+    if tracker is not None:
+        tracker._resource_tracker._stop()

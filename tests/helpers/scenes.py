@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -153,20 +153,15 @@ def record_logs(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 @contextmanager
 def interrupt_after(seconds: float) -> Iterator[None]:
-    """Send SIGINT to this process after a while, unless the block has ended."""
-    over = threading.Event()
-
-    def interrupt() -> None:
-        if not over.wait(seconds):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    """Send SIGINT to this process after a while, unless the block has ended; not from a thread, which a fork may mind."""
+    with subprocess.Popen(["sh", "-c", f"read go; sleep {seconds}; kill -INT {os.getpid()}"], stdin=subprocess.PIPE) as killer:
+        assert killer.stdin is not None
+        killer.stdin.write(b"\n")
+        killer.stdin.flush()
+        try:
+            yield
+        finally:
+            killer.kill()
 
 
 def describe(path: str | Path, **facts: Any) -> None:

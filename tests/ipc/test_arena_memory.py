@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import stat
 import sys
@@ -11,7 +10,7 @@ import tempfile
 
 import pytest
 
-from engine_client.ipc.arena_memory import create_memory, memory_room, reserve
+from engine_client.ipc.arena_memory import create_memory, describe_memory, memory_room, reserve
 from helpers.procs import run_script
 
 MIB = 1 << 20
@@ -90,12 +89,13 @@ def test_old_kernels_do_not_know_every_flag(monkeypatch):
     monkeypatch.setattr(os, "memfd_create", refuse_unknown)
     fd = create_memory("test")
     assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    assert describe_memory(fd) == "shared memory (memfd_create)"
     os.close(fd)
 
 
 @pytest.mark.parametrize("how", ["missing", "forbidden", "unsealable"])
-def test_without_memfd_it_is_an_unlinked_file(how, monkeypatch, caplog):
-    """Without memfd_create, or without seals, memory is a file that has no name, and one INFO line says so."""
+def test_without_memfd_it_is_an_unlinked_file(how, monkeypatch):
+    """Without memfd_create, or without seals, memory is a file that has no name, and is described as one."""
     if how == "missing":
         monkeypatch.delattr(os, "memfd_create")
     elif how == "forbidden":
@@ -103,20 +103,18 @@ def test_without_memfd_it_is_an_unlinked_file(how, monkeypatch, caplog):
     else:
         monkeypatch.delattr(fcntl, "F_ADD_SEALS")
     before = names_in("/dev/shm", tempfile.gettempdir())
-    with caplog.at_level(logging.INFO, "engine_client.session"):
-        fd = create_memory("test")
+    fd = create_memory("test")
     status = os.fstat(fd)
     assert (status.st_size, status.st_nlink, stat.S_IMODE(status.st_mode)) == (0, 0, 0o600)
     assert not os.get_inheritable(fd)
     assert names_in("/dev/shm", tempfile.gettempdir()) == before
-    assert [record.levelname for record in caplog.records] == ["INFO"]
-    assert "temporary file" in caplog.text
+    assert "no memfd_create here: an unlinked temporary file in " in describe_memory(fd)
     _check_usable(fd)
     os.close(fd)
 
 
 @pytest.mark.parametrize("shm", ["absent", "read-only", "tiny"])
-def test_without_a_roomy_dev_shm_the_file_is_elsewhere(shm, monkeypatch, tmp_path, caplog):
+def test_without_a_roomy_dev_shm_the_file_is_elsewhere(shm, monkeypatch, tmp_path):
     """Where /dev/shm is absent, not writable or tiny, the file is made in the directory for temporary files."""
     real_access, real_statvfs = os.access, os.statvfs
     if shm == "tiny":
@@ -127,9 +125,11 @@ def test_without_a_roomy_dev_shm_the_file_is_elsewhere(shm, monkeypatch, tmp_pat
         monkeypatch.setattr(os, "access", lambda path, mode: path != "/dev/shm" and real_access(path, mode))
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with caplog.at_level(logging.INFO, "engine_client.session"):
-        fd = create_memory("test")
-    assert str(tmp_path) in caplog.text
+    fd = create_memory("test")
+    assert str(tmp_path) in describe_memory(fd)
+    with monkeypatch.context() as blind:
+        blind.setattr(os, "readlink", _raise(OSError(2, "no /proc")))
+        assert "temporary file" in describe_memory(fd)
     assert not list(tmp_path.iterdir())
     _check_usable(fd)
     os.close(fd)

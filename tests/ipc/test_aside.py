@@ -11,6 +11,7 @@ import pytest
 from helpers.procs import run_script
 from helpers.timing import took_at_most
 
+from engine_client.ipc import aside
 from engine_client.ipc.aside import run_aside
 
 
@@ -110,3 +111,17 @@ def test_blocked_signals_are_delivered_afterwards():
         assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
         """
     ).check()
+
+
+def test_a_function_that_hangs_can_be_interrupted(monkeypatch):
+    """Some time after the interrupt the caller is let go, whatever the function does."""
+    monkeypatch.setattr(aside, "_PATIENCE", 0.1)
+    over = threading.Event()
+
+    def hang():
+        os.kill(os.getpid(), signal.SIGINT)
+        over.wait(20)
+
+    with took_at_most(5), pytest.raises(KeyboardInterrupt):
+        run_aside(hang)
+    over.set()

@@ -10,8 +10,9 @@ import zipfile
 
 import pytest
 
+from engine_client.errors import StartupError
 from engine_client.ipc import user_main
-from engine_client.ipc.user_main import MainReplayed, describe_main, ensure_main, importable, replay_guard
+from engine_client.ipc.user_main import MainReplayed, decoding, describe_main, ensure_main, importable, replay_guard
 from helpers.procs import run_script
 
 # A script in every form: says what its __main__ is called elsewhere, and what an engine makes of that.
@@ -42,7 +43,7 @@ def main(monkeypatch):
     module = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", module)
     monkeypatch.setitem(sys.modules, "__mp_main__", module)
-    monkeypatch.setattr(user_main, "_Replay", type("Fresh", (), {"running": False, "done": False}))
+    monkeypatch.setattr(user_main, "_Replay", type("Fresh", (), {"running": False, "done": False, "decoding": False}))
     return module
 
 
@@ -186,3 +187,11 @@ class TestReplay:
         """Outside of a replay anybody may make a client."""
         replay_guard()
         assert not issubclass(MainReplayed, Exception)
+
+
+class TestDecoding:
+    def test_a_module_that_makes_a_client_while_an_engine_imports_it(self):
+        """It is told what to do, instead of starting an engine from an engine; afterwards clients can be made."""
+        with pytest.raises(StartupError, match="makes a client while it is imported"), decoding:
+            replay_guard()
+        replay_guard()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from engine_client.messages import (
     EngineCoreEvent,
@@ -16,9 +15,10 @@ from engine_client.messages import (
     FinishReason,
     SchedulerStats,
 )
-from engine_client.protocol.batch import decode_columns, encode_outputs, outputs_from
+from engine_client.protocol.batch import encode_outputs, outputs_from
 from engine_client.protocol.framing import Flag
 from engine_client.protocol.wire import Frame
+from helpers.transport import columns_of
 
 
 def round_trip(
@@ -26,7 +26,7 @@ def round_trip(
 ) -> tuple[EngineCoreOutputs, list[str], list[int]]:
     frame, finished_ids = encode_outputs(outputs, keys)
     assert frame is not None
-    columns, failed = decode_columns(frame)
+    columns, failed = columns_of(frame)
     assert failed == []
     result, finished_keys = outputs_from(columns, ids if ids is not None else {key: name for name, key in keys.items()})
     return result, finished_ids, finished_keys
@@ -109,7 +109,7 @@ def test_rows_without_a_request_are_reported_as_strays() -> None:
     )
     frame, _ = encode_outputs(outputs, {}, silent={"aborted"})
     assert frame is not None
-    columns, _ = decode_columns(frame)
+    columns, _ = columns_of(frame)
     assert columns.strays == ["'unknown'", "None", "7", "['list']"]
 
 
@@ -142,7 +142,7 @@ def test_a_value_that_cannot_be_decoded_fails_its_request_only() -> None:
     frame, _ = encode_outputs(outputs, {"a": 1, "b": 2, "c": 3})
     assert frame is not None
     assert frame.flags & Flag.NESTED
-    columns, failed = decode_columns(frame)
+    columns, failed = columns_of(frame)
     assert failed == [1]
     assert isinstance(columns.fault, ValueError)
     result, finished = outputs_from(columns, {1: "a", 2: "b", 3: "c"})
@@ -156,7 +156,7 @@ def test_statistics_that_cannot_be_decoded_cost_nobody_a_token() -> None:
     outputs = EngineCoreOutputs(0, [EngineCoreOutput("a", [1])], scheduler_stats=Undecodable())  # type: ignore[arg-type]
     frame, _ = encode_outputs(outputs, {"a": 1})
     assert frame is not None
-    columns, failed = decode_columns(frame)
+    columns, failed = columns_of(frame)
     assert failed == []
     assert outputs_from(columns, {1: "a"})[0].outputs == [EngineCoreOutput("a", [1])]
 
@@ -182,6 +182,6 @@ def test_a_batch_whose_buffers_could_not_be_mapped_fails_alone() -> None:
     frame, _ = encode_outputs(outputs, {"a": 1})
     assert frame is not None
     broken = Frame(frame.kind, frame.flags, frame.ref, frame.header, (), OSError("no memory"))
-    columns, failed = decode_columns(broken)
+    columns, failed = columns_of(broken)
     assert failed == [1]
     assert "no memory" in columns.finishes[0][2]

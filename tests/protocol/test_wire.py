@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from engine_client.messages import EngineCoreReadyResponse, EngineCoreRequest
 from engine_client.params import PoolingParams, SamplingParams
