@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from engine_client.testing.leaks import LeakGuard
+from helpers.procs import stop_multiprocessing_daemons
 
 # tox has an environment of its own for these.
 collect_ignore = [] if find_spec("torch") else ["with_torch"]
@@ -18,6 +19,7 @@ settings.register_profile(
     "engine_client",
     deadline=None,  # a shared machine is slow now and then
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # the leak guard is one; it is around all examples
+    max_examples=int(os.environ.get("ENGINE_CLIENT_TEST_EXAMPLES", "100")),
     print_blob=True,
 )
 settings.load_profile("engine_client")
@@ -28,6 +30,7 @@ def leak_guard() -> Iterator[LeakGuard]:
     """Fail the test if a process, thread, descriptor or shared memory of it is left ten seconds after its end."""
     with LeakGuard() as guard:
         yield guard
+    stop_multiprocessing_daemons()
 
 
 @pytest.fixture(scope="session", autouse=True)
