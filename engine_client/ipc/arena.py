@@ -15,7 +15,9 @@ known dead, and no local view lives; release is idempotent; views outlive ``clos
 
 Threads: everything may be called from any thread.  ``put`` copies outside of the lock.  Releases come from the garbage
 collector, in any thread and at any moment: they are one store each and take no lock.  A signal handler that calls
-``put`` while its thread is inside gets None; its ``cancel``, ``reclaim`` and ``close`` are done by the outer call.
+``put`` while its thread is inside gets None; its ``cancel``, ``reclaim`` and ``close`` are done by the outer call.  One
+that raises may interrupt a change between any two of its lines: the next call works out again, from what is published,
+copied and allocated, what is free.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -50,6 +52,16 @@ T = TypeVar("T")
 
 _COPY_SLICE: Final = 4 << 20
 """Bytes copied at a time; a copy holds the GIL, and another thread's turn should come within a millisecond."""
+
+
+class _Claim:
+    """What a call has taken so far; made before it takes anything, so that all of it can be given back."""
+
+    __slots__ = ("block", "stamp")
+
+    def __init__(self) -> None:
+        self.block: Block | None = None
+        self.stamp = 0
 
 
 class _Allocation(weakref.ref[Any]):
@@ -81,11 +93,13 @@ class ArenaWriter:
         self._closed = False
         # -- guarded by _lock --
         self._busy = False
+        self._torn = False  # an interrupt came in the middle of a change
         self._room = ArenaRoom(fd, limit)
         self._sent: dict[int, tuple[int, Block]] = {}  # stamp and block by slot
         self._free_slots: list[int] = []
         self._slots_used = 0  # this slot and higher ones were never used
         self._generation = 0
+        self._copying: set[Block] = set()  # being filled
         self._allocations: dict[int, _Allocation] = {}  # by address
         self._fallbacks = 0
 
@@ -97,18 +111,18 @@ class ArenaWriter:
         The segment must be sent to that reader, or given to ``cancel``.
         """
         self._check_party(party)
-        placed = self._exclusively(lambda: self._place_locked(data.nbytes, party)) if data.nbytes else None
-        if placed is None:
-            return None
-        segment, block, target = placed
+        claim = _Claim()
         try:
+            placed = self._exclusively(lambda: self._place_locked(claim, data.nbytes, party)) if data.nbytes else None
+            if placed is None:
+                return None
+            segment, block, target = placed
             for begin in range(0, len(target), _COPY_SLICE):
                 target[begin : begin + _COPY_SLICE] = data[begin : begin + _COPY_SLICE]
+            self._orders.append((ArenaWriter._end_copy_locked, block))
         except BaseException:
-            self.cancel(segment)
+            self._orders.append((ArenaWriter._take_back_locked, claim))
             raise
-        finally:
-            self._orders.append((ArenaWriter._drop_locked, block))
         return segment
 
     def allocate(self, nbytes: int) -> memoryview:
@@ -139,7 +153,12 @@ class ArenaWriter:
         import ctypes  # noqa: PLC0415  # loaded since the first allocation
 
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        return self._exclusively(lambda: self._publish_at_locked(address, view.nbytes, party))
+        claim = _Claim()
+        try:
+            return self._exclusively(lambda: self._publish_at_locked(claim, address, view.nbytes, party))
+        except BaseException:
+            self._orders.append((ArenaWriter._take_back_locked, claim))
+            raise
 
     def _check_party(self, party: int) -> None:
         if not 0 <= party < self._parties:
@@ -200,6 +219,9 @@ class ArenaWriter:
                 self._busy = True
                 self._settle_locked()
                 return action()
+            except BaseException:
+                self._torn = True
+                raise
             finally:
                 self._busy = False
                 if self._closed:
@@ -210,13 +232,17 @@ class ArenaWriter:
 
     def _settle_locked(self) -> None:
         """Do what was put off, and take back what was released since.  Requires ``_lock``."""
+        if self._torn:
+            self._mend_locked()
         while self._orders:
-            order, argument = self._orders.popleft()
-            order(self, argument)
+            order, argument = self._orders[0]
+            order(self, argument)  # doing it twice does no harm, forgetting it would
+            self._orders.popleft()
         while self._dropped:
-            allocation = self._dropped.popleft()
+            allocation = self._dropped[0]
             if self._allocations.pop(allocation.address, None) is not None:  # else the arena was closed meanwhile
                 self._drop_locked(allocation.block)
+            self._dropped.popleft()
         if self._sent and self._room.table is not None:
             states = bytes(self._room.table.states[: self._slots_used])
             slot = states.find(RELEASED)
@@ -224,14 +250,28 @@ class ArenaWriter:
                 self._retire_locked(slot)
                 slot = states.find(RELEASED, slot + 1)
 
-    def _place_locked(self, nbytes: int, party: int) -> tuple[Segment, Block, memoryview] | None:
-        """Publish a new block to copy into; the copy holds it too, until it is dropped.  Requires ``_lock``."""
-        block = self._take_locked(nbytes)
+    def _mend_locked(self) -> None:
+        """Work out again what is free, and who holds what is not.  Requires ``_lock``."""
+        holders = Counter(block for _, block in self._sent.values())
+        holders.update(self._copying)
+        holders.update(allocation.block for allocation in self._allocations.values())
+        for block, count in holders.items():
+            block.holders = count
+        self._room.keep_only(holders)
+        self._free_slots = [slot for slot in range(self._slots_used) if slot not in self._sent]
+        for slot in self._free_slots:
+            self._mark_free_locked(slot)
+        self._torn = False
+
+    def _place_locked(self, claim: _Claim, nbytes: int, party: int) -> tuple[Segment, Block, memoryview] | None:
+        """Publish a new block to copy into; the copy holds it too, until it ends.  Requires ``_lock``."""
+        block = claim.block = self._take_locked(nbytes)
         if block is None or self._room.mapping is None:
             return None
-        segment = self._publish_locked(block, block.offset, nbytes, party)
+        self._copying.add(block)
+        segment = self._publish_locked(claim, block, block.offset, nbytes, party)
         if segment is None:
-            self._drop_locked(block)
+            self._end_copy_locked(block)
             return None
         return segment, block, memoryview(self._room.mapping)[block.offset : block.offset + nbytes]
 
@@ -259,7 +299,7 @@ class ArenaWriter:
         self._fallbacks += block is None
         return block
 
-    def _publish_at_locked(self, address: int, nbytes: int, party: int) -> Segment | None:
+    def _publish_at_locked(self, claim: _Claim, address: int, nbytes: int, party: int) -> Segment | None:
         """Publish the part of an allocation that is at an address of this process.  Requires ``_lock``."""
         starts = sorted(self._allocations)
         index = bisect_right(starts, address) - 1
@@ -269,9 +309,9 @@ class ArenaWriter:
         distance = address - starts[index]
         if distance + nbytes > block.size:
             return None
-        return self._publish_locked(block, block.offset + distance, nbytes, party)
+        return self._publish_locked(claim, block, block.offset + distance, nbytes, party)
 
-    def _publish_locked(self, block: Block, offset: int, nbytes: int, party: int) -> Segment | None:
+    def _publish_locked(self, claim: _Claim, block: Block, offset: int, nbytes: int, party: int) -> Segment | None:
         """Fill a slot; None if all are in use.  Requires ``_lock``."""
         table = self._room.table
         if table is None or (not self._free_slots and self._slots_used == SLOTS):
@@ -283,7 +323,7 @@ class ArenaWriter:
             slot = self._slots_used
             self._slots_used += 1
         self._generation += 1
-        stamp = make_stamp(self._generation, party, slot)
+        stamp = claim.stamp = make_stamp(self._generation, party, slot)
         block.holders += 1
         self._sent[slot] = stamp, block
         table.stamps[slot] = stamp
@@ -302,9 +342,24 @@ class ArenaWriter:
         """End a publication.  Requires ``_lock``."""
         if slot in self._sent and self._room.table is not None:  # else a stray write: nothing was published there
             _, block = self._sent.pop(slot)
-            self._room.table.states[slot] = FREE
+            self._mark_free_locked(slot)
             self._free_slots.append(slot)
             self._drop_locked(block)
+
+    def _mark_free_locked(self, slot: int) -> None:
+        if self._room.table is not None:
+            self._room.table.states[slot] = FREE
+
+    def _end_copy_locked(self, block: Block) -> None:
+        if block in self._copying:
+            self._copying.discard(block)
+            self._drop_locked(block)
+
+    def _take_back_locked(self, claim: _Claim) -> None:
+        """Give back what an interrupted call has taken.  Requires ``_lock``."""
+        self._cancel_locked(claim.stamp)
+        if claim.block is not None:
+            self._end_copy_locked(claim.block)
 
     def _drop_locked(self, block: Block) -> None:
         """Let one holder of a block go.  Requires ``_lock``."""
@@ -313,6 +368,7 @@ class ArenaWriter:
     def _close_locked(self) -> None:
         self._room.close()
         self._sent.clear()
+        self._copying.clear()
         self._allocations.clear()
         self._orders.clear()
         self._dropped.clear()

@@ -13,6 +13,7 @@ Threads: none of its own; whoever uses it holds a lock.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from typing import Final
 
 __all__ = ["PAGE", "FreeBlocks", "size_class", "whole_pages"]
@@ -71,6 +72,17 @@ class FreeBlocks:
         start, self.capacity = self.capacity, capacity
         self._add(start, capacity - start)
         self._fragmented = True  # with a free block at the old end
+
+    def keep_only(self, live: Iterable[tuple[int, int]]) -> None:
+        """Make everything free but these blocks: ``(start, size)``."""
+        by_size: dict[int, list[int]] = {}
+        end = 0
+        for start, size in [*sorted(live), (self.capacity, 0)]:
+            if start > end:
+                by_size.setdefault(start - end, []).append(end)
+            end = start + size
+        sizes = sorted(by_size)
+        self._starts, self._sizes, self._fragmented = by_size, sizes, False
 
     def missing(self, size: int) -> int:
         """Return by how many bytes the area must grow until a block of ``size`` fits at its end."""

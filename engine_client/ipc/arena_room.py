@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterable
 from typing import Final
 
 from engine_client.ipc.arena_blocks import PAGE, FreeBlocks, size_class, whole_pages
@@ -77,6 +78,10 @@ class ArenaRoom:
         block.holders -= 1
         if not block.holders and not self.is_closed:
             self.blocks.give(block.offset - TABLE_SIZE, block.size)
+
+    def keep_only(self, blocks: Iterable[Block]) -> None:
+        """Make everything free but these blocks."""
+        self.blocks.keep_only((block.offset - TABLE_SIZE, block.size) for block in blocks)
 
     def close(self) -> None:
         """Let go of the memory and the descriptor; idempotent.  Views of the mapping keep it."""
