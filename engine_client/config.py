@@ -126,8 +126,8 @@ class ClientOptions:
         arena_limit: most bytes of shared memory per direction; 0 sends everything through the pipe.
         arena_threshold: buffers of this many bytes and more travel through shared memory.
         high_water: bytes queued for a slow engine at which senders start to wait.
-        backlog_limit: bytes queued in the engine for a front-end, beyond which the engine makes no more steps until some
-            were read; a front-end that does not read at all is then cut off, if there are others.
+        backlog_limit: bytes queued in the engine for a front-end, beyond which the engine makes no more steps until
+            some were read; a front-end that does not read at all is then cut off, if there are others.
         spin_us: microseconds that a blocked caller polls before it sleeps; 0 sleeps at once.
         engine_target: ``"module:function"`` that the engine process imports and runs.
         on_progress: called as ``on_progress(phase, done, total)`` while an engine starts, on the starting thread.

@@ -28,7 +28,7 @@ def test_the_life_of_an_engine():
         for event in events.split(", ")
     }
     actual = {
-        (state.name, lifecycle.Event(event).name if event >= 100 else Kind(event).name): (move.state.name, move.action.name)
+        (state.name, (lifecycle.Event if event >= 100 else Kind)(event).name): (move.state.name, move.action.name)
         for state, moves in lifecycle.TRANSITIONS.items()
         for event, move in moves.items()
     }

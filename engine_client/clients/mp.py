@@ -168,7 +168,7 @@ class MPClient(EngineCoreClient):
         return session
 
     def _launch(self) -> Session:
-        """Acquire everything: processes, memory, descriptors.  An interrupt in here could come before it has an owner."""
+        """Acquire everything: processes, memory, descriptors; an interrupt may come before they have an owner."""
         session = Session(self.options, _dead_flag(self.resources))
         self.resources.session = session
         self.resources.engine_manager = session.group

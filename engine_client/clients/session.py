@@ -87,7 +87,8 @@ class Session(Traffic):
         self.links[link.rank] = link
         self.group.add(link.rank, link.handle, link.status.strays)
         medium = "the pipe" if self.writer is None else self.writer.medium
-        _log.info("%s: buffers of %d bytes and more travel through %s", link.title, self.options.arena_threshold, medium)
+        threshold = self.options.arena_threshold
+        _log.info("%s: buffers of %d bytes and more travel through %s", link.title, threshold, medium)
 
     def serve(self) -> None:
         """Start the reader, once all engines are ready."""

@@ -310,7 +310,8 @@ class Traffic:
         self._abort_doomed()
         if columns.fault is not None:
             rank = columns.engine_index
-            self._log_once("fault", "engine core %s sent a value that cannot be decoded: %s", rank, text_of(columns.fault))
+            text = text_of(columns.fault)
+            self._log_once("fault", "engine core %s sent a value that cannot be decoded: %s", rank, text)
 
     def _log_once(self, kind: str, message: str, *args: object) -> None:
         if kind not in self._logged:

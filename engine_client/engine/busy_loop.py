@@ -83,7 +83,7 @@ class BusyLoop:
         look_around: called when the engine's code may have started processes, before anybody can know of them.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the engine's surroundings, the last four by name
         self,
         engine: EngineCore,
         front_ends: list[FrontEnd],

@@ -185,7 +185,7 @@ class _Engine:
             )
             self.lifeline.started()
             if self.executor_error is not None:
-                raise self.executor_error
+                raise self.executor_error  # noqa: TRY301  # it ends the engine as any error of its own would
             self._handle_signals()
             self.phase = "serving"
             self.status.set_state(EngineState.READY)

@@ -85,7 +85,8 @@ def test_after_shutdown_every_call_says_closed() -> None:
     assert not client.is_alive
     assert "closed" in repr(client)
     client.abort_requests(["a"])
-    for call in (client.get_output, client.check_health, client.list_loras, lambda: client.add_request(make_request("a"))):
+    request = make_request("a")
+    for call in (client.get_output, client.check_health, client.list_loras, lambda: client.add_request(request)):
         with pytest.raises(ClosedError):
             call()
 

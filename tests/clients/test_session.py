@@ -184,7 +184,7 @@ def test_an_output_whose_value_cannot_be_decoded_ends_its_request_on_both_sides(
     ids=["status", "outputs", "goodbye"],
 )
 def test_a_frame_that_makes_no_sense_is_the_engine_s_death(frame: Frame) -> None:
-    """Nobody knows whose it was, so everybody gets EngineDeadError from RemoteProtocolError, and the engine is ended."""
+    """Nobody knows whose it was: everybody gets EngineDeadError from RemoteProtocolError, and the engine is ended."""
     with session() as (s, peer):
         _, future = s.call("a", ())
         peer.channel.send(frame)

@@ -51,7 +51,8 @@ def test_outputs_go_out_under_the_front_end_s_keys() -> None:
         front_end.register(12, "b")
         with pytest.raises(ValueError, match="already running"):
             front_end.register(13, "a")
-        outputs = [EngineCoreOutput("a", [1], finish_reason=FinishReason.STOP, stop_reason=9), EngineCoreOutput("b", [2])]
+        ended = EngineCoreOutput("a", [1], finish_reason=FinishReason.STOP, stop_reason=9)
+        outputs = [ended, EngineCoreOutput("b", [2])]
         assert front_end.send_outputs(EngineCoreOutputs(outputs=outputs)) == []
         assert rows(client.receive()) == [(11, FinishReason.STOP, 9), (12, None, None)]
         front_end.register(13, "a")
@@ -95,7 +96,8 @@ def test_an_output_that_cannot_be_sent_ends_its_request_alone() -> None:
         ]
         assert front_end.send_outputs(EngineCoreOutputs(outputs=outputs)) == ["b"]
         found = rows(client.receive())
-        assert [(key, reason) for key, reason, _ in found] == [(0, None), (1, FinishReason.ERROR), (2, FinishReason.STOP)]
+        ends = [(key, reason) for key, reason, _ in found]
+        assert ends == [(0, None), (1, FinishReason.ERROR), (2, FinishReason.STOP)]
         assert "lock" in found[1][2]
 
 

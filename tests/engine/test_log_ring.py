@@ -57,6 +57,6 @@ def test_a_record_that_cannot_be_formatted_harms_nobody(ring, monkeypatch: pytes
     """A wrong logging call ends as logging itself ends it."""
     handler, reader = ring
     monkeypatch.setattr(logging, "raiseExceptions", False)
-    logging.getLogger("a").warning("%d %d", 1)
+    logging.getLogger("a").warning("%d %d", 1)  # noqa: PLE1206  # wrong on purpose
     assert reader.log_lines() == []
     handler.close()

@@ -1,4 +1,4 @@
-"""What tests of payloads share: requests that carry arrays, what engines do with them, and who holds how much memory."""
+"""What tests of payloads share: requests that carry arrays, what engines do with them, and who holds what memory."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_results_and_errors_are_passed_on():
 
 
 def test_it_runs_beside_the_main_thread_only():
-    """From the main thread it runs on another one, which is gone afterwards; from another thread it runs right there."""
+    """From the main thread it runs on another one, which is gone afterwards; from any other it runs right there."""
     assert run_aside(threading.current_thread) is not threading.main_thread()
     assert threading.active_count() == 1
     seen = []

@@ -213,6 +213,7 @@ def test_an_interrupt_in_the_middle_of_sending_keeps_the_stream_whole() -> None:
         stop = threading.Event()
 
         def read() -> None:
+            before = -1
             while not stop.is_set() or not received or right.received != before:
                 before = right.received
                 received.extend(right.receive())

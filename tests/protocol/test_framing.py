@@ -69,6 +69,7 @@ def frame_parts(draw: st.DrawFn) -> tuple[int, int, int, bytes, list[bytes | Seg
 @given(st.lists(frame_parts(), max_size=4), st.sampled_from([None, 1, 7, 4096]), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
 def test_any_frames_come_back_equal_whatever_the_cuts(specs, most, rng):
+    """Frames are the same however the stream is cut into pieces."""
     stream = b"".join(pack(*spec) for spec in specs)
     if most == 1 and len(stream) > 20_000:
         most = rng.randrange(2_000, 20_000)
