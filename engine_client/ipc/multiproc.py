@@ -55,6 +55,13 @@ class MultiprocessingHandle(ChildHandle):
             self._process.close()
         super().close()
 
+    def after_fork_in_child(self) -> None:
+        """Close the sentinel, and have multiprocessing forget a child that a forked copy cannot join at its exit."""
+        from multiprocessing import process  # noqa: PLC0415 (as below)
+
+        process._children.discard(self._process)  # type: ignore[attr-defined]  # noqa: SLF001
+        super().after_fork_in_child()
+
     def _peek(self) -> tuple[bool, int | None, bool]:
         if self._is_child:
             ended, code, reaped = super()._peek()
@@ -101,7 +108,7 @@ def launch_multiprocessing(
     )
     try:
         with _without_pseudo_main():
-            process.start()
+            _start(process, method)
         return MultiprocessingHandle(process, is_child=method != "forkserver")
     except BaseException as error:
         if process.pid is not None:
@@ -110,6 +117,30 @@ def launch_multiprocessing(
         if isinstance(error, (AssertionError, OSError, RuntimeError)):
             raise StartupError(f"start method {method!r} failed: {error}; the default start method may work") from error
         raise
+
+
+def _start(process: BaseProcess, method: str) -> None:
+    """Start a process; give the fork server another place for its socket if the path of the usual one is too long."""
+    try:
+        process.start()
+    except OSError as error:
+        # What the socket module raises for such a path has no errno; what the system refuses has one.
+        if method != "forkserver" or error.errno is not None:
+            raise
+        _move_temporary_directory()
+        process.start()
+
+
+def _move_temporary_directory() -> None:
+    """Let ``multiprocessing`` use a directory of its own right in ``/tmp``, until the end of this process."""
+    import shutil  # noqa: PLC0415 (as above)
+    import tempfile  # noqa: PLC0415 (as above)
+    from multiprocessing import process, util  # noqa: PLC0415 (as above)
+
+    directory = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+    util.Finalize(None, shutil.rmtree, args=(directory, True), exitpriority=-100)
+    # Where the library keeps the name.
+    process.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def before_multiprocessing_exit(callback: Callable[[], None]) -> Callable[[], object]:

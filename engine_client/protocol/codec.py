@@ -42,6 +42,8 @@ _LARGE: Final = 64 * 1024
 _CUT: Final = b"\x00"
 """First byte of a header that was cut; a pickle begins with 0x80."""
 _COUNT: Final = struct.Struct("<I")
+_MAIN: Final = ("__main__", "__mp_main__")
+"""What the module of the user's program is called; the second, where it was run again for its definitions."""
 
 
 class Payload(NamedTuple):
@@ -138,7 +140,7 @@ class _Pickler(pickle.Pickler):
         if kind is FunctionType or issubclass(kind, type):
             return self._reduce_named(obj)
         module = kind.__module__
-        if module == "__main__":
+        if module in _MAIN:
             self.needs_main |= self.main_importable
         elif _learn(module, kind):
             return _REDUCERS[kind](obj)
@@ -149,9 +151,9 @@ class _Pickler(pickle.Pickler):
     def _reduce_named(self, obj: Any) -> Any:
         """Let a function or class go by its name if it has one that the receiver can import, else by value."""
         if "<" not in obj.__qualname__:  # <locals>, <lambda>
-            if obj.__module__ != "__main__":
+            if obj.__module__ not in _MAIN:
                 return NotImplemented
-            if self.main_importable:
+            if self.main_importable and _is_found(obj):
                 self.needs_main = True
                 return NotImplemented
         cloudpickle = _cloudpickle()
@@ -192,6 +194,14 @@ def _learn(module: str, kind: type) -> bool:
         return False
     _REDUCERS[kind] = reduce
     return True
+
+
+def _is_found(obj: Any) -> bool:
+    """Tell whether a function or class is what its name stands for here: not after its notebook cell ran again."""
+    found: Any = sys.modules.get(obj.__module__)
+    for name in obj.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is obj
 
 
 def _cloudpickle() -> Any:

@@ -69,24 +69,23 @@ class Terminal:
         self.text = self.text[match.end() :]
         return match.group()
 
+    def rest(self) -> str:
+        """Return what was written since."""
+        while select.select([self.fd], [], [], 0)[0]:
+            self.text += os.read(self.fd, 65536).decode(errors="replace")
+        return self.text
+
     def run(self, source: str, prompt: str = ">>> ") -> None:
         """Type a program as a user does: each line after the prompt that asks for it."""
         inside = False
-        for line in textwrap.dedent(source).strip().splitlines():
-            if inside and line and not line.startswith((" ", ")")):
-                self.type("\n")
-                self.expect(re.escape(prompt))
-                inside = False
+        for line in [*textwrap.dedent(source).strip().splitlines(), ""]:
             self.type(f"{line}\n")
-            inside = inside or line.endswith(":")
+            inside = bool(line) and (inside or line.endswith(":") or line.startswith("@"))
             self.expect(re.escape("... " if inside else prompt))
-        if inside:
-            self.type("\n")
-            self.expect(re.escape(prompt))
 
 
 def run_terminal(dialogue: Callable[[Terminal], Any], *args: str, **options: Any) -> ScriptResult:
-    """Run Python on a terminal that is its controlling one, while ``dialogue`` types and reads."""
+    """Run Python on a terminal that is its controlling one, while ``dialogue`` types and reads; stdout is the rest."""
     master, slave = os.openpty()
     attributes = termios.tcgetattr(slave)
     attributes[3] &= ~termios.ECHO
@@ -105,7 +104,9 @@ def run_terminal(dialogue: Callable[[Terminal], Any], *args: str, **options: Any
     options["env"] = {"PYTHON_BASIC_REPL": "1", "TERM": "dumb", **options.get("env", {})}
     options.setdefault("flags", ("-W", "error", "-q", "-i"))
     try:
-        return run_script(None, *args, started=started, preexec_fn=take_terminal, stdout=slave, stderr=slave, **options)
+        result = run_script(None, *args, started=started, preexec_fn=take_terminal, stdout=slave, stderr=slave, **options)
+        result.stdout = terminal.rest()
+        return result
     finally:
         os.close(slave)
         os.close(master)
