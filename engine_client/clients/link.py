@@ -6,11 +6,11 @@ Threads: set up by the thread that starts the engine; afterwards ``last_words`` 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Final
 
 from engine_client.ipc.arena import ArenaReader
 from engine_client.ipc.channel import Channel
+from engine_client.ipc.descriptors import close_all
 from engine_client.ipc.handle import ChildHandle
 from engine_client.ipc.status_page import StatusReader
 from engine_client.protocol.lifecycle import Lifecycle
@@ -55,6 +55,7 @@ class EngineLink:
         self.status = status
         self.lifeline = lifeline
         self.faults = faults
+        self._fds = [lifeline, faults]  # those that are not closed yet
         self.phase = STARTING
         self.life = Lifecycle(self.title)  # the starting thread's, then the reader's
         # -- reader thread only, once it runs --
@@ -71,7 +72,7 @@ class EngineLink:
 
     def read_stacks(self) -> str:
         """Return what ``faulthandler`` wrote in the engine; empty when nothing."""
-        if self.faults < 0:
+        if self.faults not in self._fds:
             return ""
         size = os.fstat(self.faults).st_size
         start = max(0, size - _MOST_STACK_BYTES)
@@ -84,22 +85,12 @@ class EngineLink:
     def close(self) -> None:
         """Release everything but the process; idempotent.  Views that the user still holds stay readable."""
         self.channel.close()
-        for close in self._closers():
-            close()
-
-    def _closers(self) -> list[Callable[[], None]]:
-        lifeline, self.lifeline = self.lifeline, -1
-        faults, self.faults = self.faults, -1
-        closers: list[Callable[[], None]] = [self.arena.close, self.status.close]
-        closers += [lambda fd=fd: os.close(fd) for fd in (lifeline, faults) if fd >= 0]  # type: ignore[misc]  # a default binds it
-        return closers
+        self.arena.close()
+        self.status.close()
+        close_all(self._fds)
 
     def close_after_fork(self) -> None:
         """Close the copies that a forked child inherited, without touching a lock that another thread may have held."""
-        for name in ("lifeline", "faults"):
-            fd = getattr(self, name)
-            setattr(self, name, -1)
-            if fd >= 0:
-                os.close(fd)
+        close_all(self._fds)
         self.channel.close_after_fork()
         self.status.close()

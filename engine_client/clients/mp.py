@@ -236,6 +236,7 @@ class MPClient(EngineCoreClient):
 
     def engine_status(self) -> list[EngineStatus]:
         """Return what each engine's status page says, without asking the engines."""
+        self._session.refuse_copies()
         return [link.status.snapshot() for link in self._session.links.values()]
 
     def allocate(self, nbytes: int) -> memoryview:

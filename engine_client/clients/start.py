@@ -125,9 +125,7 @@ def launch_engine(rank: int, options: ClientOptions, writer: ArenaWriter, reques
         undo.callback(reader.close)
         fds.give(results)
         name = f"engine core {rank}"
-        channel = Channel(
-            ours, name=name, writer=writer, reader=reader, threshold=options.arena_threshold, party=rank
-        )
+        channel = Channel(ours, name=name, writer=writer, reader=reader, threshold=options.arena_threshold, party=rank)
         undo.callback(channel.close)
         fds.give(ours)
         handle = launch(
@@ -137,9 +135,7 @@ def launch_engine(rank: int, options: ClientOptions, writer: ArenaWriter, reques
             parent_fds=(ours, lifeline),
         )
         undo.pop_all()
-        return EngineLink(
-            rank, handle, channel, reader, status, lifeline=fds.give(lifeline), faults=fds.give(faults)
-        )
+        return EngineLink(rank, handle, channel, reader, status, lifeline=fds.give(lifeline), faults=fds.give(faults))
 
 
 class Handshake:

@@ -328,10 +328,10 @@ class Channel:
     def close(self) -> None:
         """Close the descriptor; idempotent.  Views of received buffers stay readable."""
         with self._lock:
-            fd, self._fd = self._fd, -1
             self._backlog.clear()
-        if fd >= 0:
-            os.close(fd)
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
 
     def close_after_fork(self) -> None:
         """Close a forked child's copy of the descriptor, without the lock, which another thread may have held."""

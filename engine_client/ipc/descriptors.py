@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections import deque
+from contextlib import suppress
 
-__all__ = ["above_stdio"]
+__all__ = ["above_stdio", "close_all"]
 
 
 def above_stdio(fd: int) -> int:
@@ -28,3 +30,12 @@ def above_stdio(fd: int) -> int:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
     finally:
         os.close(fd)
+
+
+def close_all(fds: list[int]) -> None:
+    """Close descriptors and empty the list; whatever interrupts this, none is lost or closed twice.
+
+    Taking one from the list and closing it are one step of the interpreter, so that nothing can come in between.
+    """
+    with suppress(IndexError):  # the list is empty: that ends the iteration
+        deque(map(os.close, iter(fds.pop, None)), maxlen=0)

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from engine_client import ClientOptions, EngineConfig, EngineCoreRequest, SamplingParams, SyncMPClient
+from engine_client.ipc.channel import Channel
 from engine_client.testing.scripted import TARGET, Script
 
-__all__ = ["collect", "make_request", "pid_of", "scripted_client"]
+__all__ = ["channel_of", "collect", "make_request", "pid_of", "scripted_client"]
 
 
 def scripted_client(
@@ -50,3 +51,9 @@ def pid_of(client: SyncMPClient) -> int:
     """Return the engine's pid."""
     (link,) = client._session.links.values()
     return link.pid
+
+
+def channel_of(client: SyncMPClient) -> Channel:
+    """Return the channel to the engine."""
+    (link,) = client._session.links.values()
+    return link.channel

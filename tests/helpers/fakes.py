@@ -74,7 +74,9 @@ def _channel() -> Channel:
 
 
 @contextmanager
-def several_engines(scripts: list[Script], timeout: float = 30.0, **options: Any) -> Iterator[tuple[Session, Handshake]]:
+def several_engines(
+    scripts: list[Script], timeout: float = 30.0, **options: Any
+) -> Iterator[tuple[Session, Handshake]]:
     """Launch scripted engines as a client of several ranks does; yield its session and the handshake to run."""
     choice = ClientOptions(engine_target=TARGET, ready_timeout=timeout, **options)
     session = Session(choice)

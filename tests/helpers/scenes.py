@@ -100,14 +100,15 @@ class Waiter(threading.Thread):
             self.result = self.call()
             while self.again:
                 self.result = self.call()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  # it is what the test is about
             self.error = error
         self.at = time.monotonic()
 
     def end(self, since: float, bound: float) -> BaseException | None:
         """Wait for its end, which must come within ``bound`` seconds of ``since``; return its error."""
         self.join(DEADLOCK)
-        assert self.at - since <= bound, f"{self.call} ended {self.at - since:.2f} s later, bound {bound} s: {self.error!r}"
+        late = self.at - since
+        assert late <= bound, f"{self.call} ended {late:.2f} s later, bound {bound} s: {self.error!r}"
         return self.error
 
 
@@ -153,8 +154,9 @@ def record_logs(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 @contextmanager
 def interrupt_after(seconds: float) -> Iterator[None]:
-    """Send SIGINT to this process after a while, unless the block has ended; not from a thread, which a fork may mind."""
-    with subprocess.Popen(["sh", "-c", f"read go; sleep {seconds}; kill -INT {os.getpid()}"], stdin=subprocess.PIPE) as killer:
+    """Send SIGINT to this process after a while, unless the block has ended; not from a thread, since forks mind."""
+    script = f"read go; sleep {seconds}; kill -INT {os.getpid()}"
+    with subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE) as killer:
         assert killer.stdin is not None
         killer.stdin.write(b"\n")
         killer.stdin.flush()

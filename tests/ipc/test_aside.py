@@ -8,11 +8,11 @@ import threading
 import time
 
 import pytest
-from helpers.procs import run_script
-from helpers.timing import took_at_most
 
 from engine_client.ipc import aside
 from engine_client.ipc.aside import run_aside
+from helpers.procs import run_script
+from helpers.timing import took_at_most
 
 
 def test_results_and_errors_are_passed_on():

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from engine_client.ipc.descriptors import above_stdio
+from engine_client.ipc.descriptors import above_stdio, close_all
 from helpers.procs import run_script
 
 
@@ -51,3 +51,15 @@ def test_the_original_is_closed_when_none_is_left(monkeypatch):
     with pytest.raises(OSError, match="too many"):
         above_stdio(1)
     assert closed == [1]
+
+
+def test_all_are_closed_once():
+    """Every descriptor of a list is closed and taken from it; an empty list is none."""
+    fds = [*os.pipe(), *os.pipe()]
+    before = list(fds)
+    close_all(fds)
+    close_all(fds)
+    assert fds == []
+    for fd in before:
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(fd)
