@@ -255,6 +255,7 @@ def test_bc39_a_second_failure_while_the_first_is_reported(error: Exception, tex
 
 
 def _plant(worker: Any, kind: type[Exception]) -> None:
+    kind.armed = True
     worker.step_error = kind()
 
 
