@@ -1,10 +1,14 @@
 """The client that runs the engine core in this process: no thread, no pipe, no serialisation.
 
+Dropping the last reference does what ``shutdown`` does.
+
 Threads: one at a time, as the engine core itself.
 """
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -38,6 +42,8 @@ class InprocClient(SyncUtilities, EngineCoreClient):
         callback: Callable[[str, int, int], None] | None = options.on_progress if options else None
         with progress_to(callback or (lambda phase, done, total: None)):
             self.engine_core = EngineCore(*args, **kwargs)
+        # For a client that is dropped, or left to the interpreter's end, without ``shutdown``.
+        self._finalizer = weakref.finalize(self, _end, self.engine_core, os.getpid())
         self._utilities = self.engine_core.utilities()
 
     def __repr__(self) -> str:
@@ -127,4 +133,11 @@ class InprocClient(SyncUtilities, EngineCoreClient):
         """Shut the engine core down; idempotent."""
         if not self._closed:
             self._closed = True
+            self._finalizer.detach()
             self.engine_core.shutdown()
+
+
+def _end(engine_core: EngineCore, owner_pid: int) -> None:
+    """Shut an engine core down, unless this is a forked copy of its process."""
+    if os.getpid() == owner_pid:
+        engine_core.shutdown()

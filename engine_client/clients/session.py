@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Final
 from functools import partial
 
 from engine_client.clients.endings import Ending, closed_ending, death_of
@@ -38,6 +39,11 @@ from engine_client.protocol.wire import Frame, decode_dead, decode_text, encode_
 __all__ = ["Session"]
 
 _log = logging.getLogger("engine_client.session")
+
+_STOP_MARGIN: Final = 0.9
+"""Seconds after the grace that a stop may take in all: what is left is killed, and the reader ends."""
+_LEAST_JOIN: Final = 0.05
+"""Seconds that the reader gets to end, however late it is."""
 
 
 class Session(Traffic):
@@ -109,6 +115,7 @@ class Session(Traffic):
         """
         if self.owner_pid != os.getpid():
             return
+        limit = Deadline(grace + _STOP_MARGIN)
         with self._lock:
             is_over = self._ending is not None
             self._closing = True
@@ -116,17 +123,17 @@ class Session(Traffic):
             if not is_over:
                 self.group.shutdown(Deadline(grace), self._ask)
                 if self._reader.is_alive() and not self._reader.is_current():
-                    self._ended.wait(JOIN_TIMEOUT)  # until it has read what the engines sent last
+                    self._ended.wait(limit.capped(JOIN_TIMEOUT))  # until it has read what the engines sent last
         finally:
-            self.abandon()
+            self.abandon(limit)
         if not self._reader.is_current():
-            self._released.wait(JOIN_TIMEOUT)  # another thread may be at it
+            self._released.wait(limit.capped(JOIN_TIMEOUT))  # another thread may be at it
 
-    def abandon(self) -> None:
-        """Kill the engines and release everything, without a word to them."""
+    def abandon(self, limit: Deadline | None = None) -> None:
+        """Kill the engines and release everything, without a word to them; the reader is waited for up to a limit."""
         self._closing = True
         self._end(closed_ending())
-        self._release()
+        self._release(limit or Deadline(JOIN_TIMEOUT))
 
     def _ask(self) -> None:
         for link in self.links.values():
@@ -145,7 +152,7 @@ class Session(Traffic):
         self._fail_all(ending)
         return True
 
-    def _release(self) -> None:
+    def _release(self, limit: Deadline) -> None:
         """Give everything back, once; after an interrupt the next call goes on with it."""
         with self._lock:
             if self._releasing:
@@ -153,7 +160,7 @@ class Session(Traffic):
             self._releasing = True
         try:
             self.group.kill_now()
-            self._reader.stop(JOIN_TIMEOUT)
+            self._reader.stop(max(_LEAST_JOIN, limit.capped(JOIN_TIMEOUT)))
             for link in self.links.values():
                 link.close()
             self.group.close()
@@ -170,6 +177,8 @@ class Session(Traffic):
         self._reader.after_fork_in_child()
         for link in self.links.values():
             link.close_after_fork()
+        if self.writer is not None:
+            self.writer.close_after_fork()
 
     # -- the reader's thread -------------------------------------------------------------------------------------------
 
@@ -230,7 +239,7 @@ class Session(Traffic):
         if self._end(closed_ending() if self._closing else ending):
             _log.error("%s", ending.message)
         if not self._closing:
-            self._release()
+            self._release(Deadline(JOIN_TIMEOUT))
 
     def _die(self, rank: int, fault: BaseException | None) -> None:
         """Declare the engine dead, tell everybody, and clean up; or note the end that ``close`` is waiting for."""
@@ -244,7 +253,7 @@ class Session(Traffic):
         ending = death_of(link, link.handle.exitcode, fault)
         if self._end(ending):
             _log.log(logging.INFO if ending.in_order else logging.ERROR, "%s", ending.message)
-            self._release()
+            self._release(Deadline(JOIN_TIMEOUT))
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
