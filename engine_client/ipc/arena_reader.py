@@ -16,7 +16,10 @@ import mmap
 import os
 import threading
 import weakref
-from contextlib import suppress
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from operator import setitem
 from typing import Any, Final
 
 from engine_client.errors import ClosedError, RemoteProtocolError
@@ -24,6 +27,7 @@ from engine_client.ipc.arena_table import (
     LEASED,
     RELEASED,
     SENT,
+    SLOTS,
     TABLE_SIZE,
     Table,
     make_owner,
@@ -38,28 +42,38 @@ __all__ = ["ArenaReader"]
 
 
 _LEASES: Final[dict[int, weakref.ref[Any]]] = {}
-"""Keeps the references alive that watch; by identity.  Leases outlive their reader, so they cannot be kept there."""
+"""Keeps the references alive that watch, by number.  Leases outlive their reader, so they cannot be kept there."""
+_NUMBERS: Final = count()
 
 
-class _Release:
-    """Ends a lease when its last view is gone.  Complete when made, since an interrupt may come at any moment."""
+class _States(list[Any]):
+    """Holds the states of a table, which every release looks up here: a forked copy replaces them by its own."""
 
-    __slots__ = ("pid", "slot", "states")
+    __slots__ = ("__weakref__",)
+    __hash__ = object.__hash__  # type: ignore[assignment]  # a list has none, but an identity
 
-    # Bound early: a module's globals go away at exit, and views may go later.
-    getpid = staticmethod(os.getpid)
-    leases = _LEASES
-    released = RELEASED
 
-    def __init__(self, states: memoryview, slot: int) -> None:
-        self.states = states
-        self.slot = slot
-        self.pid = self.getpid()
+_ALL_STATES: Final[weakref.WeakSet[_States]] = weakref.WeakSet()
 
-    def __call__(self, reference: weakref.ref[Any]) -> None:
-        self.leases.pop(id(reference), None)
-        if self.pid == self.getpid():  # a forked copy of this process drops copies of views; ours may still live
-            self.states[self.slot] = self.released
+
+def _release(states: _States, slot: int, number: int) -> Callable[[Any], Any]:
+    """Return what ends a lease when its last view is gone: a call that marks its slot and forgets its reference.
+
+    It takes the next item of an iterator, which is C code from end to end.  Between two lines of Python, an interrupt
+    of the thread that happens to drop the view would lose the release, and would itself be lost.
+    """
+    mark = map(setitem, states, (slot,), (RELEASED,))
+    forget = map(_LEASES.pop, (number,), (None,))
+    return partial(next, zip(mark, forget))  # noqa: B905  # strict would look for a second item
+
+
+def _leave_to_the_parent() -> None:
+    """Let the views that this forked process drops release nothing: the parent's may still live."""
+    for states in list(_ALL_STATES):
+        states[0] = bytearray(SLOTS)
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 class ArenaReader:
@@ -76,6 +90,8 @@ class ArenaReader:
         # -- guarded by _lock --
         self._fd = fd
         self._table: Table | None = None
+        self._states = _States()
+        self._to_discard: list[Segment] = []  # could not be given back yet
         self._mapping: mmap.mmap | None = None
         self._faulted = 0  # what lies before is mapped page by page already, or was skipped
 
@@ -94,18 +110,30 @@ class ArenaReader:
             owner = make_owner(mapping, offset, length)
             view = memoryview(owner).cast("B")[:length]
             # A weakref.finalize in small: half the time for each lease, and nothing at interpreter exit.
-            reference = weakref.ref(owner, _Release(table.states, slot))
-            _LEASES[id(reference)] = reference
+            number = next(_NUMBERS)
+            _LEASES[number] = weakref.ref(owner, _release(self._states, slot, number))
             table.states[slot] = LEASED
+            self._discard_locked()
         return view
 
     def discard(self, segment: Segment) -> None:
         """Give a published range back that will not be leased; does nothing for anything else."""
-        # Safe because a segment that is not ours to give back needs nothing, and what cannot be given back now is
-        # taken back by the writer when this process is gone.
-        with self._lock, suppress(ClosedError, RemoteProtocolError, OSError, MemoryError):
-            table, slot = self._published_locked(segment)
-            table.states[slot] = RELEASED
+        with self._lock:
+            self._to_discard.append(segment)
+            self._discard_locked()
+
+    def _discard_locked(self) -> None:
+        """Give back what is to be given back; while the table cannot be mapped, it has to wait.  Requires ``_lock``."""
+        while self._to_discard:
+            try:
+                table, slot = self._published_locked(self._to_discard[-1])
+            except (ClosedError, RemoteProtocolError):
+                pass  # safe because what is not ours to give back needs nothing
+            except (OSError, MemoryError):
+                return  # safe because the next lease, which needs the table as well, tries again
+            else:
+                table.states[slot] = RELEASED
+            self._to_discard.pop()
 
     def _published_locked(self, segment: Segment) -> tuple[Table, int]:
         """Return the table and the slot of a range that can be leased.  Requires ``_lock``."""
@@ -115,6 +143,8 @@ class ArenaReader:
             if os.fstat(self._fd).st_size < TABLE_SIZE:
                 raise RemoteProtocolError(f"{segment} refers to shared memory that was never used")
             self._table = Table(self._fd)
+            self._states.append(self._table.states)
+            _ALL_STATES.add(self._states)
         table, slot = self._table, slot_of(segment.stamp)
         if party_of(segment.stamp) != self._party:
             raise RemoteProtocolError(f"{segment} is for reader {party_of(segment.stamp)}, this is {self._party}")
@@ -145,9 +175,15 @@ class ArenaReader:
         """Let go of the memory; idempotent.  Leases stay as they are, and are still released one by one."""
         with self._lock:
             self._table = self._mapping = None
+            self._states = _States()  # that of the table goes with its last lease
             fd, self._fd = self._fd, -1
             if fd >= 0:
                 os.close(fd)
+
+    def close_after_fork(self) -> None:
+        """Let go of a forked child's copy, without the lock, whose holder may not exist there."""
+        self._lock = threading.RLock()
+        self.close()
 
     def __repr__(self) -> str:
         return f"<ArenaReader party={self._party} {'closed' if self._fd < 0 else f'fd={self._fd}'}>"
