@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from engine_client import EngineCoreRequest, PoolingParams
+from engine_client.engine.front_end import FrontEnd
 from engine_client.ipc import arena_reader
-from engine_client.ipc.arena import ArenaWriter
 from helpers.clients import make_request
 
 __all__ = [
@@ -96,12 +96,13 @@ def refuse_poison(core: Any) -> None:
     core.preprocess_add_request = preprocess
 
 
-def arena_figures(core: Any = None) -> list[tuple[int, int, int]]:
-    """Return used, capacity and limit of this process's arenas; by ``collective_rpc``, of the engine's."""
+def arena_figures(core: Any = None) -> tuple[int, int, int]:
+    """Return used, capacity and limit of the memory for results; in the engine, by ``collective_rpc``."""
     del core
     gc.collect()
-    found = [value for value in gc.get_objects() if type(value) is ArenaWriter]
-    return [(writer.used, writer.capacity, writer._room.limit) for writer in found]
+    [front_end] = [value for value in gc.get_objects() if type(value) is FrontEnd]
+    writer = front_end.channel._writer
+    return writer.used, writer.capacity, writer._room.limit
 
 
 def break_mapping(core: Any, name: str, error: BaseException, numbers: Iterable[int] = (0,)) -> Callable[[], None]:
