@@ -82,12 +82,16 @@ class Traffic:
             EngineDeadError: the engine is dead; ClosedError: the client is closed.
             ForeignProcessError: this is a forked copy of the client's process.
         """
-        if self.owner_pid != os.getpid():
-            raise ForeignProcessError(owner_of_fork(self.owner_pid))
+        self.refuse_copies()
         if self._ending is not None:
             raise self._ending.error()
         if self._closing:
             raise closed_ending().error()
+
+    def refuse_copies(self) -> None:
+        """Raise ``ForeignProcessError`` in a forked copy of the client's process; takes no lock, as nothing there may."""
+        if self.owner_pid != os.getpid():
+            raise ForeignProcessError(owner_of_fork(self.owner_pid))
 
     def add(self, request: Any) -> None:
         """Check and send a request.
@@ -124,6 +128,7 @@ class Traffic:
 
     def abort(self, request_ids: Iterable[Any]) -> None:
         """End requests without further output; what is not in flight is ignored, and so is everything after death."""
+        self.refuse_copies()
         keys = self.in_flight.keys_of([request_ids] if isinstance(request_ids, str) else request_ids)
         self._doomed.update(keys)
         self._abort_doomed()
@@ -224,8 +229,7 @@ class Traffic:
             TimeoutError: nothing came within ``timeout`` seconds.
             EngineDeadError: the engine is dead and everything it sent was delivered.
         """
-        if self.owner_pid != os.getpid():
-            raise ForeignProcessError(owner_of_fork(self.owner_pid))
+        self.refuse_copies()
         self._refuse_to_wait_for_myself()
         self.settle()
         self._consumer = threading.get_ident()

@@ -67,9 +67,7 @@ class _Claim:
 class _Allocation(weakref.ref[Any]):
     """Tells when the last view of a local allocation is gone."""
 
-    __slots__ = ("address", "block")
-
-    address: int
+    address = 0  # until it is registered
     block: Block
 
 
@@ -180,6 +178,12 @@ class ArenaWriter:
         """Let go of the memory; idempotent.  Views that the caller or readers still hold stay as they are."""
         self._closed = True
         self._settle()
+
+    def close_after_fork(self) -> None:
+        """Let go of a forked child's copy: without the lock, whose holder may not exist there, and without a change."""
+        self._lock = threading.RLock()
+        self._closed = True
+        self._close_locked()
 
     # -- figures -------------------------------------------------------------------------------------------------------
 
