@@ -20,8 +20,8 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
 from functools import partial
+from typing import Final
 
 from engine_client.clients.endings import Ending, closed_ending, death_of
 from engine_client.clients.link import EngineLink
@@ -187,7 +187,7 @@ class Session(Traffic):
         for frame in frames:
             try:
                 self._take(self.links[rank], frame)
-            except Exception as error:  # noqa: BLE001, PERF203  # a batch that cannot be decoded: whose was it?
+            except Exception as error:  # noqa: BLE001  # a batch that cannot be decoded: whose was it?
                 self._die(rank, RemoteProtocolError(f"a frame cannot be used: {type(error).__name__}: {error}"))
                 return
 

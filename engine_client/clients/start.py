@@ -29,7 +29,7 @@ from engine_client.errors import HandshakeTimeout, RemoteProtocolError, StartupE
 from engine_client.ipc.arena import ArenaReader, ArenaWriter, create_memory
 from engine_client.ipc.channel import Channel
 from engine_client.ipc.exits import exit_name
-from engine_client.ipc.launcher import EngineFds, launch
+from engine_client.ipc.launcher import launch
 from engine_client.ipc.processes import memory_hint
 from engine_client.ipc.status_page import StatusReader
 from engine_client.messages import EngineCoreReadyResponse

@@ -142,7 +142,7 @@ class FrontEnd:
         for output in outputs.outputs:
             try:
                 self._send_batch(EngineCoreOutputs(self.rank, [output]))
-            except Exception as fault:  # noqa: BLE001, PERF203  # as above
+            except Exception as fault:  # noqa: BLE001  # as above
                 failed.append(output.request_id)
                 self._send_last(output.request_id, FinishReason.ERROR, _unsendable("an output", fault))
         if not failed:

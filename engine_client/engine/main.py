@@ -30,7 +30,7 @@ from engine_client.errors import RemoteProtocolError
 from engine_client.interfaces import EngineContext, EngineCore
 from engine_client.ipc.arena import ArenaReader, ArenaWriter
 from engine_client.ipc.channel import Channel
-from engine_client.ipc.launcher import EngineFds
+from engine_client.ipc.descriptors import EngineFds
 from engine_client.ipc.status_page import EngineState, StatusWriter
 from engine_client.ipc.user_main import decoding, ensure_main
 from engine_client.protocol.codec import loads

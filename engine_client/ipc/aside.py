@@ -83,11 +83,11 @@ def run_aside(function: Callable[[], T]) -> T:
 
 
 @contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Block all signals on this thread; those that come meanwhile are delivered at the end."""
+def signals_blocked(*signums: int) -> Iterator[None]:
+    """Block signals, by default all, on this thread; those that come meanwhile are delivered at the end."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        signal.pthread_sigmask(signal.SIG_BLOCK, signums or signal.valid_signals())
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from engine_client.ipc.launcher import EngineFds
+from engine_client.ipc.descriptors import EngineFds
 
 __all__ = ["begin", "main", "resolve", "secure_signals", "secure_std_fds"]
 
@@ -77,4 +77,9 @@ def secure_signals() -> None:
                 signal.signal(signum, signal.SIG_DFL)
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # else no child's exit code could be known
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        handler = signal.getsignal(signal.SIGINT)
+        if handler is not None:
+            # An interrupt that came while we were in the host's process group was for the host; ignored, it is dropped.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

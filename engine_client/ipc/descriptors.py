@@ -1,4 +1,4 @@
-"""File descriptors that stay clear of standard input, output and error.
+"""File descriptors: those that an engine inherits, and how they stay clear of standard input, output and error.
 
 A host may run with descriptors 0 to 2 closed; the next pipe or file then gets one of those numbers, and a stray
 ``print`` writes into it.  Worse, a child that inherits it takes it for its standard stream.  Every descriptor that
@@ -13,9 +13,40 @@ from __future__ import annotations
 import fcntl
 import os
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
-__all__ = ["above_stdio", "close_all"]
+__all__ = ["EngineFds", "above_stdio", "close_all"]
+
+
+class EngineFds(NamedTuple):
+    """The engine's ends of what connects it with its client; all of them are 3 or above.
+
+    Args:
+        channel: socket of the pipe to the client.
+        lifeline: read end of the pipe that ends with the launcher.
+        page: memory of the status page.
+        faults: memory that ``faulthandler`` writes Python stacks to.
+        arena_in: memory that the client writes big buffers to.
+        arena_out: memory that the engine writes big buffers to.
+    """
+
+    channel: int
+    lifeline: int
+    page: int
+    faults: int
+    arena_in: int
+    arena_out: int
+
+    def to_args(self) -> list[str]:
+        """Return the numbers as command-line arguments."""
+        return [str(fd) for fd in self]
+
+    @classmethod
+    def from_args(cls, args: Sequence[str]) -> EngineFds:
+        """Return what ``to_args`` was called on."""
+        return cls(*map(int, args))
 
 
 def above_stdio(fd: int) -> int:

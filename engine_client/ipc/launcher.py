@@ -21,10 +21,11 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import engine_client
 from engine_client.errors import StartupError
+from engine_client.ipc.descriptors import EngineFds
 from engine_client.ipc.handle import ChildHandle, has_pidfd
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from engine_client.config import StartMethod
 
-__all__ = ["ENTRY", "EngineFds", "interpreter_flags", "launch"]
+__all__ = ["ENTRY", "interpreter_flags", "launch"]
 
 ENTRY = "engine_client.engine.main:run_engine"
 
@@ -52,35 +53,6 @@ del sys.path[0]
 from engine_client.ipc.boot import main
 main()
 """
-
-
-class EngineFds(NamedTuple):
-    """The engine's ends of what connects it with its client; all of them are 3 or above.
-
-    Args:
-        channel: socket of the pipe to the client.
-        lifeline: read end of the pipe that ends with the launcher.
-        page: memory of the status page.
-        faults: memory that ``faulthandler`` writes Python stacks to.
-        arena_in: memory that the client writes big buffers to.
-        arena_out: memory that the engine writes big buffers to.
-    """
-
-    channel: int
-    lifeline: int
-    page: int
-    faults: int
-    arena_in: int
-    arena_out: int
-
-    def to_args(self) -> list[str]:
-        """Return the numbers as command-line arguments."""
-        return [str(fd) for fd in self]
-
-    @classmethod
-    def from_args(cls, args: Sequence[str]) -> EngineFds:
-        """Return what ``to_args`` was called on."""
-        return cls(*map(int, args))
 
 
 def launch(

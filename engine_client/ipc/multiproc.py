@@ -11,7 +11,9 @@ Threads: ``launch_multiprocessing`` may be called from any thread; ``_run_child`
 
 from __future__ import annotations
 
+import fcntl
 import os
+import signal
 import sys
 import threading
 import warnings
@@ -21,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from engine_client.errors import StartupError
 from engine_client.ipc import boot
-from engine_client.ipc.descriptors import above_stdio
+from engine_client.ipc.aside import signals_blocked
+from engine_client.ipc.descriptors import EngineFds, above_stdio, close_all
 from engine_client.ipc.handle import ChildHandle, has_pidfd
-from engine_client.ipc.launcher import EngineFds
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkProcess, ForkServerProcess, SpawnProcess
@@ -35,6 +37,9 @@ _LOST: Final = 255
 """What the fork server's client reports for a child whose exit status it could not get."""
 _STATUS_WAIT: Final = 0.25
 """Seconds that the fork server gets to tell the exit status of a child that has ended."""
+
+_FIRST_INHERITABLE: Final = 3
+"""Descriptors 0 to 2 are the standard streams."""
 
 _main_lock = threading.Lock()
 
@@ -100,32 +105,60 @@ def launch_multiprocessing(
             stacklevel=4,
         )
     context: Any = multiprocessing.get_context(method)
-    passed: list[Any] = list(fds) if method == "fork" else [_Passed(fd) for fd in fds]
     setting = {} if method == "fork" else _setting()
-    closed = [_identity(fd) for fd in parent_fds] if method == "fork" else []
-    process: ForkProcess | SpawnProcess | ForkServerProcess = context.Process(
-        target=_run_child, name=name, args=(entry, os.getpid(), passed, closed, setting, list(path)), daemon=False
-    )
+    with _passed_on(method, fds) as passed:
+        closed = [_identity(fd) for fd in (*parent_fds, *fds)] if method == "fork" else []
+        process: ForkProcess | SpawnProcess | ForkServerProcess = context.Process(
+            target=_run_child, name=name, args=(entry, os.getpid(), passed, closed, setting, list(path)), daemon=False
+        )
+        try:
+            with _without_pseudo_main():
+                _start(process, method)
+            return MultiprocessingHandle(process, is_child=method != "forkserver")
+        except BaseException as error:
+            if process.pid is not None:
+                process.kill()
+                process.join(1)
+            if isinstance(error, (AssertionError, OSError, RuntimeError)):
+                text = f"start method {method!r} failed: {error}; the default start method may work"
+                raise StartupError(text) from error
+            raise
+
+
+@contextmanager
+def _passed_on(method: str, fds: EngineFds) -> Iterator[list[Any]]:
+    """Give what a child gets for these descriptors: copies if it is forked, since a copy of us closes ours."""
+    if method != "fork":
+        yield [_Passed(fd) for fd in fds]
+        return
+    copies: list[int] = []
     try:
-        with _without_pseudo_main():
-            _start(process, method)
-        return MultiprocessingHandle(process, is_child=method != "forkserver")
-    except BaseException as error:
-        if process.pid is not None:
-            process.kill()
-            process.join(1)
-        if isinstance(error, (AssertionError, OSError, RuntimeError)):
-            raise StartupError(f"start method {method!r} failed: {error}; the default start method may work") from error
-        raise
+        copies += (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_INHERITABLE) for fd in fds)
+        yield copies
+    finally:
+        close_all(copies)
 
 
 def _start(process: BaseProcess, method: str) -> None:
-    """Start a process; give the fork server another place for its socket if the path of the usual one is too long."""
+    """Start a process; give the fork server another place for its socket if the path of the usual one is too long.
+
+    Until it has left our process group, a child gets the interrupts that are for us; blocked, they wait until ``boot``
+    drops them.  The fork server's children inherit nothing of this thread: what is blocked in it would be in all of
+    them, the host's too.
+    """
+    if method == "spawn":
+        from multiprocessing import resource_tracker  # noqa: PLC0415 (as above)
+
+        resource_tracker.ensure_running()  # it would unblock the signal here, or keep it blocked over there
+    if method != "forkserver":
+        with signals_blocked(signal.SIGINT):
+            process.start()
+        return
     try:
         process.start()
     except OSError as error:
         # What the socket module raises for such a path has no errno; what the system refuses has one.
-        if method != "forkserver" or error.errno is not None:
+        if error.errno is not None:
             raise
         _move_temporary_directory()
         process.start()

@@ -160,3 +160,18 @@ def _reap_all(bound: float) -> float:
                 os.system("ps -eo pid,ppid,pgid,stat,args >&2")  # noqa: S605, S607
             assert left <= bound, f"something is left after {bound} s"
             time.sleep(0.001)
+
+
+def handle_sigint(worker: object) -> None:
+    """Install a handler for SIGINT, as an executor might."""
+    del worker
+    signal.signal(signal.SIGINT, lambda *_: _interrupts.append(1))
+
+
+def sigint_count(worker: object) -> int:
+    """Return how often that handler was called."""
+    del worker
+    return len(_interrupts)
+
+
+_interrupts: list[int] = []

@@ -104,7 +104,8 @@ def run_terminal(dialogue: Callable[[Terminal], Any], *args: str, **options: Any
     options["env"] = {"PYTHON_BASIC_REPL": "1", "TERM": "dumb", **options.get("env", {})}
     options.setdefault("flags", ("-W", "error", "-q", "-i"))
     try:
-        result = run_script(None, *args, started=started, preexec_fn=take_terminal, stdout=slave, stderr=slave, **options)
+        options.update(preexec_fn=take_terminal, stdout=slave, stderr=slave)
+        result = run_script(None, *args, started=started, **options)
         result.stdout = terminal.rest()
         return result
     finally:

@@ -22,8 +22,9 @@ from typing import Any
 
 from engine_client.engine import lifeline
 from engine_client.engine.lifeline import Lifeline
+from engine_client.ipc.descriptors import EngineFds
 from engine_client.ipc.handle import ChildHandle
-from engine_client.ipc.launcher import EngineFds, launch
+from engine_client.ipc.launcher import launch
 
 PATH = (str(Path(__file__).parent.parent),)
 """What a child needs on ``sys.path`` to import this file as ``helpers.launched``."""

@@ -17,24 +17,19 @@ import pytest
 
 from engine_client import ClientOptions, EngineConfig, EngineCoreClient, EngineDeadError, InprocClient, SyncMPClient
 from engine_client.config import StartMethod
-from engine_client.engine.executor import Batch, ModelOutput
 from engine_client.testing.executors import EchoExecutor
-from engine_client.testing.faults import die
 from helpers.timing import DEADLOCK, eventually
 
 __all__ = [
     "METHODS",
-    "Gated",
     "Waiter",
     "check_dead",
     "client_of",
     "describe",
-    "die_at",
     "interrupt_after",
     "methods",
     "record_logs",
     "told",
-    "wait_for",
 ]
 
 METHODS: tuple[StartMethod, ...] = ("exec", "spawn", "forkserver", "fork")
@@ -53,34 +48,6 @@ def client_of(kind: str, executor: Any = EchoExecutor, settings: Any = None, **o
     if kind == "inproc":
         return InprocClient(config, executor, False)
     return SyncMPClient(config, executor, False, options=ClientOptions(start_method=kind, **options))  # type: ignore[arg-type]
-
-
-def wait_for(path: str | Path) -> None:
-    """Wait, in an engine, until a file is there."""
-    deadline = time.monotonic() + DEADLOCK
-    while not os.path.exists(path):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-class Gated(EchoExecutor):
-    """Stays in a step until the file ``gate`` is there, then dies by ``how``, or raises if that is an exception."""
-
-    def execute_model(self, batch: Batch) -> ModelOutput:
-        settings = self.vllm_config.additional_config
-        Path(settings["gate"] + ".reached").touch()
-        wait_for(settings["gate"])
-        return die_at(self, settings["gate"], settings["how"])
-
-
-def die_at(worker: object, gate: str, how: Any) -> Any:
-    """Wait for the file, then die; a utility through ``collective_rpc``."""
-    del worker
-    Path(gate + ".reached").touch()
-    wait_for(gate)
-    if isinstance(how, BaseException):
-        raise how
-    die(how)
 
 
 class Waiter(threading.Thread):
@@ -173,7 +140,7 @@ def describe(path: str | Path, **facts: Any) -> None:
     temporary.rename(path)
 
 
-def told(path: Path, timeout: float = DEADLOCK) -> Any:
-    """Return, in a test, what its script told by ``describe``."""
-    eventually(path.exists, timeout)
+def told(path: Path, timeout: float = DEADLOCK, process: Any = None) -> Any:
+    """Return, in a test, what its script told by ``describe``; fail at once if the script's process ends before."""
+    eventually(lambda: path.exists() or (process is not None and process.poll() is not None), timeout)
     return json.loads(path.read_text())

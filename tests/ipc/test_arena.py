@@ -14,17 +14,16 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from engine_client.errors import ClosedError, RemoteProtocolError
-from engine_client.ipc import arena as arena_module
-from engine_client.ipc import arena_room
+from engine_client.ipc import arena as arena_module, arena_room
 from engine_client.ipc.arena import ArenaReader, ArenaWriter, create_memory
 from engine_client.ipc.arena_table import LEASED, RELEASED, Table
 from engine_client.protocol.framing import Segment
 from helpers.arenas import MIB, Arena, ReaderProcess, crc
+from helpers.interrupts import interrupt_everywhere
 from helpers.procs import run_script
 from helpers.timing import DEADLOCK
 
@@ -993,3 +992,37 @@ def test_the_reader_is_exported_beside_the_writer():
     """Both sides, and what makes their memory, are had from one module."""
     assert arena_module.ArenaReader is ArenaReader
     assert set(arena_module.__all__) == {"ArenaReader", "ArenaWriter", "create_memory"}
+
+
+# -- interrupts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [1, 2, 4])
+@pytest.mark.parametrize("operation", ["put", "allocate", "publish", "release"])
+def test_an_interrupt_at_any_point_loses_no_block(arena, operation, times):
+    """Wherever a signal's exception ends a call, and the call that handles it, all memory is free again afterwards."""
+    writer, reader = arena.writer, arena.readers[0]
+    data = os.urandom(200_000)
+    kept = []
+
+    def check():
+        kept.clear()
+        assert writer.used == 0
+        assert reader.lease(writer.put(memoryview(data))) == data
+        assert writer.used == 0
+
+    def let_go():
+        kept.clear()
+        return writer.used
+
+    operations = {
+        "put": (lambda: writer.put(memoryview(data)), lambda: None),
+        "allocate": (lambda: writer.allocate(200_000), lambda: None),
+        "publish": (lambda: writer.segment_of(kept[0]), lambda: kept.append(writer.allocate(200_000))),
+        "release": (let_go, lambda: kept.append(reader.lease(writer.put(memoryview(data))))),
+    }
+    do, prepare = operations[operation]
+    assert interrupt_everywhere(do, check, prepare, times) > 10
+    writer.reclaim(0)
+    check()
+    assert writer.capacity <= 2 * MIB

@@ -415,3 +415,23 @@ def test_views_may_live_until_interpreter_exit(where):
             def keep(view=view, allocated=allocated): pass
             del view, allocated
     """).check()
+
+
+def test_what_could_not_be_given_back_is_given_back_with_the_next_lease(arena, monkeypatch):
+    """While the table cannot be mapped, a discard waits; nothing is lost to the writer."""
+    lost, segment = (arena.writer.put(memoryview(bytes(MIB))) for _ in range(2))
+    reader = arena.readers[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(arena_reader, "Table", lambda fd: _raise(MemoryError("no address space")))
+        with pytest.raises(MemoryError):
+            reader.lease(lost)
+        reader.discard(lost)
+        reader.discard(Segment(5, -1, 0))
+    view = reader.lease(segment)
+    one = arena.writer.used
+    del view
+    assert arena.writer.used == 0 < one < 2 * MIB
+
+
+def _raise(error):
+    raise error

@@ -18,7 +18,8 @@ import pytest
 import engine_client
 from engine_client.errors import StartupError
 from engine_client.ipc import launcher
-from engine_client.ipc.launcher import EngineFds, interpreter_flags, launch
+from engine_client.ipc.descriptors import EngineFds
+from engine_client.ipc.launcher import interpreter_flags, launch
 from helpers.launched import PATH, Child, Ends, start, started
 from helpers.procs import run_script
 from helpers.timing import SCALE

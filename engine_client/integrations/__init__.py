@@ -1,1 +1,0 @@
-"""Other servers on this library's transport."""
