@@ -56,7 +56,7 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "channel": {"arena"},
         "handle": {"exits"},
         "launcher": {"descriptors", "handle", "multiproc"},
-        "multiproc": {"boot", "descriptors", "handle"},
+        "multiproc": {"aside", "boot", "descriptors", "handle"},
         "process_group": {"exits", "handle", "processes"},
         "reader": {"channel", "wakeup"},
         "status_page": {"arena_memory"},

@@ -89,7 +89,7 @@ class Traffic:
             raise closed_ending().error()
 
     def refuse_copies(self) -> None:
-        """Raise ``ForeignProcessError`` in a forked copy of the client's process; takes no lock, as nothing there may."""
+        """Raise ``ForeignProcessError`` in a forked copy of the process; takes no lock, as nothing there may."""
         if self.owner_pid != os.getpid():
             raise ForeignProcessError(owner_of_fork(self.owner_pid))
 
