@@ -26,10 +26,10 @@ from dataclasses import MISSING, fields
 from typing import Any, Final, NamedTuple
 
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from engine_client.protocol.codec import dumps, loads
+from engine_client.protocol.codec import dumps
 from engine_client.protocol.exception_fields import text_of
 from engine_client.protocol.framing import Flag, Kind
-from engine_client.protocol.wire import Frame
+from engine_client.protocol.wire import Frame, load_frame
 
 __all__ = ["Columns", "decode_columns", "encode_outputs", "outputs_from", "with_values"]
 
@@ -197,7 +197,7 @@ def with_values(columns: Columns) -> tuple[Columns, list[int]]:
         return columns, []
     frame, heavy = columns.rest
     try:
-        extras, meta = _load_values(frame)
+        extras, meta = load_frame(frame)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001  # the values' own code ran (SystemExit?); only these requests fail
@@ -209,12 +209,6 @@ def _load_plain(header: Any) -> tuple[Columns, list[int] | None]:
     """Return the columns without values, and which rows have some."""
     *plain, heavy = pickle.loads(header)  # noqa: S301  # the trust that the codec states
     return Columns(*plain), heavy
-
-
-def _load_values(frame: Frame) -> Any:
-    if frame.error is not None:
-        raise frame.error
-    return loads(frame.header, frame.buffers)
 
 
 def _without_values(columns: Columns, heavy: list[int], error: BaseException) -> tuple[Columns, list[int]]:

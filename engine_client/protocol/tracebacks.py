@@ -10,12 +10,13 @@ Threads: pure functions.  Pure: performs no I/O, but that ``traceback`` looks up
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 from engine_client.protocol.exception_fields import attempt, cut, field, place_of, text_of, title_of
 
-__all__ = ["Link", "rebuild_trace", "trace_of", "trace_texts"]
+__all__ = ["Link", "empty_frames", "rebuild_trace", "trace_of", "trace_texts"]
 
 _MOST_FRAMES: Final = 100
 """Most frames that travel; the outer and the inner half of these are kept."""
@@ -59,6 +60,23 @@ def rebuild_trace(trace: dict[str, Any]) -> TracebackType | None:
 
     traceback: TracebackType | None = Traceback.from_dict(trace).as_traceback()
     return traceback
+
+
+def empty_frames(error: BaseException) -> None:
+    """Have an exception, with its chain, let go of the variables of the frames that it has left behind."""
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        link = waiting.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        trace = link.__traceback__
+        while trace is not None:
+            with suppress(RuntimeError):  # still running: not left behind
+                trace.tb_frame.clear()
+            trace = trace.tb_next
+        waiting += [link.__cause__, link.__context__]
 
 
 # -- text --------------------------------------------------------------------------------------------------------------

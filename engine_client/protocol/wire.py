@@ -51,6 +51,7 @@ __all__ = [
     "encode_status",
     "encode_text",
     "encode_utility",
+    "load_frame",
 ]
 
 PROTOCOL_VERSION: Final = 1
@@ -100,10 +101,25 @@ def _frame(kind: Kind, payload: Payload, ref: int = 0, flags: int = 0) -> Frame:
     return Frame(kind, flags, ref, payload.header, payload.buffers)
 
 
-def _load(frame: Frame) -> Any:
+def load_frame(frame: Frame) -> Any:
+    """Decode a frame's header and buffers.
+
+    A frame that cannot be decoded has lost its buffers afterwards: they are the sender's again, however long somebody
+    keeps the exception.  After a ``KeyboardInterrupt`` it can be decoded again.
+    """
     if frame.error is not None:
         raise frame.error
-    return loads(frame.header, frame.buffers)
+    try:
+        return loads(frame.header, frame.buffers)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        from engine_client.protocol.tracebacks import empty_frames  # noqa: PLC0415  # needed for failures only
+
+        if isinstance(frame.buffers, list):
+            frame.buffers.clear()
+        empty_frames(error)
+        raise
 
 
 # -- handshake ---------------------------------------------------------------------------------------------------------
@@ -123,7 +139,7 @@ def encode_init(init: Init) -> Frame:
 
 def decode_init(frame: Frame) -> Init:
     """Decode INIT; its ``payload`` stays pickled."""
-    outer, header, buffers, needs_main = _load(frame)
+    outer, header, buffers, needs_main = load_frame(frame)
     token, rank, target, sys_path, argv, main, options = outer
     return Init(token, rank, target, sys_path, argv, main, options, Payload(header, buffers, needs_main))
 
@@ -135,7 +151,7 @@ def encode_status(phase: str, done: int, total: int) -> Frame:
 
 def decode_status(frame: Frame) -> tuple[str, int, int]:
     """Decode ``(phase, done, total)``."""
-    phase, done, total = _load(frame)
+    phase, done, total = load_frame(frame)
     return str(phase), int(done), int(total)
 
 
@@ -146,7 +162,7 @@ def encode_ready(token: str, response: EngineCoreReadyResponse) -> Frame:
 
 def decode_ready(frame: Frame) -> tuple[str, EngineCoreReadyResponse]:
     """Decode ``(token, response)``."""
-    token, attributes = _load(frame)
+    token, attributes = load_frame(frame)
     return token, EngineCoreReadyResponse(**attributes)
 
 
@@ -162,7 +178,7 @@ def encode_dead(error: BaseException, phase: str) -> Frame:
 
 def decode_dead(frame: Frame) -> tuple[BaseException, str]:
     """Decode DEAD or FAILED into ``(error, phase)``."""
-    error, phase = _load(frame)
+    error, phase = load_frame(frame)
     return error, phase
 
 
@@ -173,7 +189,7 @@ def encode_text(kind: Kind, text: str) -> Frame:
 
 def decode_text(frame: Frame) -> Any:
     """Decode the value of a message that ``encode_text`` or ``encode_hello`` made."""
-    return _load(frame)
+    return load_frame(frame)
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -213,7 +229,7 @@ def encode_add(key: int, request: Any, prompt: array[int] | None, *, main_import
 
 def decode_add(frame: Frame) -> EngineCoreRequest:
     """Decode a request; its key is ``frame.ref``."""
-    request_id, prompt, sampling_params, arrival_time, rest = _load(frame)
+    request_id, prompt, sampling_params, arrival_time, rest = load_frame(frame)
     token_ids: list[int] | None = None
     if prompt is not None:
         column = array("I")
@@ -244,7 +260,7 @@ def encode_abort(keys: Sequence[int]) -> Frame:
 def decode_abort(frame: Frame) -> list[int]:
     """Decode the keys of an ABORT."""
     column = array("Q")
-    column.frombytes(_load(frame))
+    column.frombytes(load_frame(frame))
     return column.tolist()
 
 
@@ -258,17 +274,19 @@ def encode_utility(call_id: int, method: str, args: Sequence[Any], *, main_impor
 
 def decode_utility(frame: Frame) -> tuple[str, tuple[Any, ...]]:
     """Decode ``(method, args)``; the call id is ``frame.ref``."""
-    method, args = _load(frame)
+    method, args = load_frame(frame)
     return method, args
 
 
-def encode_reply(call_id: int, result: Any = None, error: BaseException | None = None) -> Frame:
+def encode_reply(
+    call_id: int, result: Any = None, error: BaseException | None = None, *, main_importable: bool = True
+) -> Frame:
     """Encode the answer to a utility call: its result, or the exception that ended it."""
     if error is not None:
         return _frame(Kind.REPLY, dumps(error), call_id, Flag.FAILED)
-    return _frame(Kind.REPLY, dumps(result), call_id)
+    return _frame(Kind.REPLY, dumps(result, main_importable=main_importable), call_id)
 
 
 def decode_reply(frame: Frame) -> tuple[bool, Any]:
     """Decode ``(failed, result or exception)``; the call id is ``frame.ref``."""
-    return bool(frame.flags & Flag.FAILED), _load(frame)
+    return bool(frame.flags & Flag.FAILED), load_frame(frame)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import builtins
 import traceback
+import weakref
 
 import pytest
 
-from engine_client.protocol.tracebacks import Link, rebuild_trace, trace_of, trace_texts
+from engine_client.protocol.tracebacks import Link, empty_frames, rebuild_trace, trace_of, trace_texts
 
 
 def failing() -> None:
@@ -117,3 +118,37 @@ def test_frames_whose_source_cannot_be_had_do_not_cost_the_text():
     (text,) = trace_texts([Link(info.value, None, None, None)])
     assert text.startswith("Traceback")
     assert text.endswith("ValueError: text\n")
+
+
+class Heavy:
+    """Can be watched."""
+
+
+def test_emptied_frames_hold_nothing_and_print_as_before():
+    """What frames held is free while the exception is kept, also that of its cause; running frames stay as they are."""
+    watched = []
+
+    def fail(deep):
+        heavy = Heavy()
+        watched.append(weakref.ref(heavy))
+        try:
+            if deep:
+                fail(deep - 1)
+            failing()
+        except ValueError as error:
+            again = RuntimeError("again")
+            again.__cause__ = error
+            error.__context__ = again  # a cycle is walked once
+            raise again from error
+
+    running = Heavy()
+    try:
+        fail(2)
+    except RuntimeError as error:
+        before = traceback.format_exception(error)
+        empty_frames(error)
+        kept = error
+    assert traceback.format_exception(kept) == before
+    assert len(watched) == 3
+    assert [reference() for reference in watched] == [None] * 3
+    assert isinstance(running, Heavy)

@@ -135,3 +135,32 @@ def test_objects_of_main_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(__main__, "Marked", type("Marked", (), {"__module__": "__main__"}), raising=False)
     frame = wire.encode_utility(1, "echo", (__main__.Marked,))
     assert frame.flags & Flag.NEEDS_MAIN
+
+
+class Explosive:
+    """Cannot be restored."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        self.data = bytearray(100_000)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise state["error"]
+
+
+@pytest.mark.parametrize("error", [ValueError("lost"), SystemExit("lost"), KeyboardInterrupt()])
+@pytest.mark.parametrize("buffers", [list, tuple])
+def test_a_frame_that_cannot_be_decoded_gives_back_its_buffers(error: BaseException, buffers: Any) -> None:
+    """Nothing of the exception that is kept holds a buffer, unless it was an interrupt: then one may try again."""
+    frame = wire.encode_reply(1, (memoryview(bytes(100_000)), Explosive(error), memoryview(bytes(100_000))))
+    owners = [bytearray(view) for view in frame.buffers]
+    frame = frame._replace(buffers=buffers(map(memoryview, owners)))
+    with pytest.raises(type(error)) as caught:
+        wire.decode_reply(frame)
+    assert caught.value.__traceback__ is not None
+    if isinstance(error, KeyboardInterrupt) or buffers is tuple:
+        assert len(frame.buffers) == 3
+        return
+    assert frame.buffers == []
+    for owner in owners:
+        owner.append(1)  # which raises BufferError while there is a view
