@@ -202,9 +202,12 @@ def start_orphan() -> int:
 
 def stop_multiprocessing_daemons() -> None:
     """End the fork server and the resource tracker, where a test started them, so that the next test is on its own."""
-    server = sys.modules.get("multiprocessing.forkserver")
-    tracker = sys.modules.get("multiprocessing.resource_tracker")
-    if server is not None:
-        server._forkserver._stop()
-    if tracker is not None:
-        tracker._resource_tracker._stop()
+    for module, name, pid in (
+        ("forkserver", "_forkserver", "_forkserver_pid"),
+        ("resource_tracker", "_resource_tracker", "_pid"),
+    ):
+        daemon = getattr(sys.modules.get(f"multiprocessing.{module}"), name, None)
+        if daemon is not None and getattr(daemon, pid) is not None:
+            with suppress(ProcessLookupError):
+                os.kill(getattr(daemon, pid), signal.SIGKILL)  # it may be stuck in what a test had it load
+            daemon._stop()
