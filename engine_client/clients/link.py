@@ -93,4 +93,5 @@ class EngineLink:
         """Close the copies that a forked child inherited, without touching a lock that another thread may have held."""
         close_all(self._fds)
         self.channel.close_after_fork()
+        self.arena.close_after_fork()
         self.status.close()

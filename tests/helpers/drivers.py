@@ -18,7 +18,7 @@ from engine_client.engine.executor import Batch, ModelOutput
 from engine_client.testing.executors import EchoExecutor
 from engine_client.testing.faults import hold_gil, start_grandchild
 
-__all__ = ["DOINGS", "Busy", "drive", "moments", "tell"]
+__all__ = ["DOINGS", "Busy", "drive", "handle_sigint", "moments", "reap_all", "sigint_count", "tell"]
 
 DOINGS = ("ready", "building", "building, holding the GIL", "step", "native", "holding the GIL")
 """What an engine may be doing when its client's process dies."""
@@ -119,14 +119,14 @@ def moments(method: str, count: int) -> None:
     pid = _fork_host(method)
     os.waitpid(pid, 0)
     length = time.monotonic() - began
-    _reap_all(2.0)
+    reap_all(2.0)
     worst = 0.0
     for index in range(count):
         pid = _fork_host(method, stay=True)
         time.sleep(length * 1.1 * index / count)
         os.kill(pid, signal.SIGKILL)
         assert os.waitpid(pid, 0) == (pid, signal.SIGKILL)
-        worst = max(worst, _reap_all(2.0))
+        worst = max(worst, reap_all(2.0))
     print(f"{method}: {count} moments in {length:.3f} s, slowest end {worst:.3f} s")
 
 
@@ -146,7 +146,7 @@ def _fork_host(method: str, *, stay: bool = False) -> int:
     return pid
 
 
-def _reap_all(bound: float) -> float:
+def reap_all(bound: float) -> float:
     """Reap until no process below this one is left; return how long that took."""
     began = time.monotonic()
     while True:
@@ -157,7 +157,7 @@ def _reap_all(bound: float) -> float:
         if pid == 0:
             left = time.monotonic() - began
             if left > bound:
-                os.system("ps -eo pid,ppid,pgid,stat,args >&2")  # noqa: S605, S607
+                os.system("ps -eo pid,ppid,pgid,stat,args >&2")
             assert left <= bound, f"something is left after {bound} s"
             time.sleep(0.001)
 
