@@ -38,7 +38,6 @@ class InprocClient(SyncUtilities, EngineCoreClient):
 
     def __init__(self, *args: Any, options: ClientOptions | None = None, **kwargs: Any) -> None:
         replay_guard()
-        self._closed = False
         callback: Callable[[str, int, int], None] | None = options.on_progress if options else None
         with progress_to(callback or (lambda phase, done, total: None)):
             self.engine_core = EngineCore(*args, **kwargs)
@@ -47,7 +46,7 @@ class InprocClient(SyncUtilities, EngineCoreClient):
         self._utilities = self.engine_core.utilities()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {'closed' if self._closed else 'running'} rank=0 {self.engine_core!r}>"
+        return f"<{type(self).__name__} {'running' if self.is_alive else 'closed'} rank=0 {self.engine_core!r}>"
 
     def __enter__(self) -> Self:
         return self
@@ -58,13 +57,13 @@ class InprocClient(SyncUtilities, EngineCoreClient):
         self.shutdown()
 
     def _ensure_open(self) -> None:
-        if self._closed:
+        if not self.is_alive:
             raise ClosedError("the engine client is closed")
 
     @property
     def is_alive(self) -> bool:
         """Tell whether the client is open."""
-        return not self._closed
+        return self._finalizer.alive
 
     def check_health(self, timeout: float | None = 10.0) -> None:
         """Raise ``ClosedError`` if the client is closed; there is nobody else to ask."""
@@ -94,7 +93,7 @@ class InprocClient(SyncUtilities, EngineCoreClient):
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """End requests without further output; ids that are not in flight are ignored."""
-        if request_ids and not self._closed:
+        if request_ids and self.is_alive:
             self.engine_core.abort_requests(request_ids)
 
     def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
@@ -131,9 +130,7 @@ class InprocClient(SyncUtilities, EngineCoreClient):
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Shut the engine core down; idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._finalizer.detach()
+        if self._finalizer.detach() is not None:
             self.engine_core.shutdown()
 
 

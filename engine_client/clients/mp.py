@@ -25,13 +25,14 @@ from engine_client.clients.session import Session
 from engine_client.clients.start import Handshake, launch_engine
 from engine_client.config import ClientOptions, ready_timeout, shutdown_grace
 from engine_client.deadline import Deadline, check_timeout
-from engine_client.errors import EngineDeadError, EngineStalledError
+from engine_client.errors import EngineDeadError, EngineStalledError, SerializationError
 from engine_client.ipc.arena import ArenaWriter, create_memory
 from engine_client.ipc.aside import run_aside, signals_blocked
 from engine_client.ipc.status_page import EngineStatus
 from engine_client.ipc.user_main import describe_main, importable, replay_guard
 from engine_client.messages import EngineCoreReadyResponse
-from engine_client.protocol.codec import dumps
+from engine_client.protocol.codec import Payload, dumps
+from engine_client.protocol.exception_fields import text_of
 from engine_client.protocol.wire import PING, Init
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class BackgroundResources:
         """End the engines and release everything; idempotent."""
         self.engine_dead = True
         if self.session is not None:
-            self.session.close(self.session.grace)
+            self.session.close(self.session.grace, quiet=True)
 
     def validate_alive(self, frames: Any) -> None:
         """Raise ``EngineDeadError`` if ``frames`` is the reference's single ENGINE_CORE_DEAD frame."""
@@ -146,7 +147,7 @@ class MPClient(EngineCoreClient):
         """Start the engines; everything is registered with the finalizer before it can fail."""
         deadline = Deadline(ready_timeout(self.options))
         main = describe_main()
-        payload = dumps((self.vllm_config, executor_class, log_stats), main_importable=importable(main))
+        payload = _encode_build(self.vllm_config, executor_class, log_stats, main_importable=importable(main))
         if self.options.start_method == "fork":
             with signals_blocked():  # instead of another thread, with which a fork would not be safe
                 session = self._launch()
@@ -288,6 +289,22 @@ def _describe(status: EngineStatus) -> str:
     if status.is_in_step:
         return f"it has been in one step for {time.monotonic() - status.step_began_at:.1f} s ({load})"
     return f"it is not in a step ({load})"
+
+
+def _encode_build(vllm_config: Any, executor_class: Any, log_stats: bool, *, main_importable: bool) -> Payload:
+    """Encode what an engine is built from, or say which part of it cannot be sent, and why."""
+    try:
+        return dumps((vllm_config, executor_class, log_stats), main_importable=main_importable)
+    except SerializationError:
+        raise  # names the object itself
+    except Exception as error:
+        what, value = "the configuration", vllm_config
+        with suppress(Exception):  # the one above, again
+            dumps(vllm_config, main_importable=main_importable)
+            what, value = "the executor class", getattr(executor_class, "func", executor_class)  # of a partial
+        name = getattr(value, "__qualname__", type(value).__qualname__)
+        text = f"{what} {name} cannot be sent to an engine: {type(error).__name__}: {text_of(error)}"
+        raise SerializationError(text) from error
 
 
 def _dead_flag(resources: BackgroundResources) -> Callable[[], None]:

@@ -57,10 +57,16 @@ class OutputQueue:
         """Append a batch."""
         self.queue.put(columns)
 
-    def end(self, make_error: Callable[[], BaseException]) -> None:
-        """Have ``get`` raise ``make_error()`` from now on, once everything that was put is read."""
+    def end(self, make_error: Callable[[], BaseException], *, wake: bool = True) -> None:
+        """Have ``get`` raise ``make_error()`` from now on, once everything that was put is read.
+
+        Args:
+            make_error: makes an error for each call.
+            wake: have calls that wait already raise it, too.
+        """
         self._make_error = make_error
-        self.queue.put(None)
+        if wake:
+            self.queue.put(None)
 
     def get(self, deadline: Deadline) -> EngineCoreOutputs:
         """Wait for the next outputs of requests that are in flight, or statistics.

@@ -31,7 +31,7 @@ from engine_client.deadline import Deadline
 from engine_client.errors import RemoteCallError, RemoteProtocolError
 from engine_client.ipc.arena import ArenaWriter
 from engine_client.ipc.process_group import ProcessGroup
-from engine_client.ipc.reader import ReaderThread
+from engine_client.ipc.reader import ReaderThread, is_reader_thread
 from engine_client.protocol.framing import Flag, Kind
 from engine_client.protocol.lifecycle import Action, Event
 from engine_client.protocol.wire import Frame, decode_dead, decode_text, encode_text
@@ -40,7 +40,7 @@ __all__ = ["Session"]
 
 _log = logging.getLogger("engine_client.session")
 
-_STOP_MARGIN: Final = 0.9
+_STOP_MARGIN: Final = 0.7
 """Seconds after the grace that a stop may take in all: what is left is killed, and the reader ends."""
 _LEAST_JOIN: Final = 0.05
 """Seconds that the reader gets to end, however late it is."""
@@ -64,8 +64,9 @@ class Session(Traffic):
         self._reader = ReaderThread(self, f"engine-client-reader-{os.getpid()}")
         self._released = threading.Event()
         self._running: set[int] = set()  # ranks whose process has not ended; reader thread only
+        self._quiet = False
         self._releasing = False
-        self._lock = threading.RLock()  # guards _ending, _closing and _releasing
+        self._lock = threading.RLock()  # guards _ending, _closing, _quiet and _releasing
         _sessions.add(self)
 
     def __repr__(self) -> str:
@@ -105,20 +106,29 @@ class Session(Traffic):
 
     # -- the end, by the user ------------------------------------------------------------------------------------------
 
-    def close(self, grace: float) -> None:
+    def close(self, grace: float, *, quiet: bool = False) -> None:
         """End the engines and release everything; idempotent, from any thread, finalizers included.
 
-        Who calls it while another one is at it joins in: the shorter grace counts.
+        Who calls it while another one is at it joins in: the shorter grace counts.  On the reader thread of another
+        client, where only the garbage collector calls it, it leaves the work to this one's.
 
         Args:
             grace: seconds for the polite end; then they are killed.
+            quiet: do not wake those who wait, who can be daemon threads at the interpreter's end only: they would have
+                nobody to tell and print a traceback.
         """
         if self.owner_pid != os.getpid():
             return
+        if self._reader.is_alive() and is_reader_thread() and not self._reader.is_current():
+            self._reader.call(partial(self.close, grace, quiet=quiet))
+            return
         limit = Deadline(grace + _STOP_MARGIN)
         with self._lock:
-            is_over = self._ending is not None
+            is_over, was_quiet = self._ending is not None, self._quiet
             self._closing = True
+            self._quiet = quiet and (was_quiet or not is_over)
+        if was_quiet and not quiet and self._ending is not None:
+            self._fail_all(self._ending)  # whom a finalizer has left asleep
         try:
             if not is_over:
                 self.group.shutdown(Deadline(grace), self._ask)
@@ -149,7 +159,11 @@ class Session(Traffic):
                 return False
             self._ending = ending
         self._on_end()
-        self._fail_all(ending)
+        if self._quiet:
+            self._outputs.end(ending.error, wake=False)
+            self._ended.set()
+        else:
+            self._fail_all(ending)
         return True
 
     def _release(self, limit: Deadline) -> None:
@@ -194,6 +208,8 @@ class Session(Traffic):
     def _take(self, link: EngineLink, frame: Frame) -> None:
         kind = frame.kind
         if link.life.received(kind) is Action.IGNORE:
+            return
+        if self._quiet and kind in (Kind.OUTPUTS, Kind.REPLY):
             return
         if kind == Kind.OUTPUTS:
             self._take_outputs(link, frame)

@@ -3,11 +3,11 @@
 ::
 
     send(frame) ─▶ big buffers ─▶ ArenaWriter ─▶ offsets ┐
-                   the rest ───────────────────────────┬─┴▶ os.writev ─▶ backlog (what did not fit) ─▶ flush()
+                   the rest ───────────────────────────┬─┴▶ sendmsg ─▶ backlog (what did not fit) ─▶ flush()
     receive() ◀── FrameReader ◀── os.readv             ArenaReader ◀── offsets
 
 The descriptor is one end of ``multiprocessing.Pipe(duplex=True)`` (a socket pair), non-blocking, and used with
-``os.readv`` and ``os.writev`` only: ``Connection.send`` would raise in mid-frame.
+``os.readv`` and ``sendmsg`` only: ``Connection.send`` would raise in mid-frame.
 
 Invariants: I1 (bytes reach the pipe only here, under the lock), I4 (broken and closed are sticky), I9 (what does not
 fit at once is copied, so that the caller's memory is free when ``send`` returns), I12 (a fault in mid-frame breaks the
@@ -22,9 +22,11 @@ from a list that ``list.extend`` fills in one C call.
 
 from __future__ import annotations
 
+import _socket  # the half of socket that is needed here; the other one takes 10 ms to load
 import os
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import Final
 
 from engine_client.errors import RemoteProtocolError
@@ -37,6 +39,9 @@ __all__ = ["Channel"]
 
 _JOIN_BELOW: Final = 16 * 1024
 """A header this small is joined with the prefix: one copy is cheaper than one more entry in the system call."""
+
+_NO_SIGNAL: Final = getattr(_socket, "MSG_NOSIGNAL", 0)
+"""A peer that is gone is an error, and no SIGPIPE: a host may have set that to end its process."""
 
 _MOST_VECTORS: Final = 1024
 """``IOV_MAX`` on Linux and macOS."""
@@ -97,7 +102,8 @@ class Channel:
         threshold: int = 64 * 1024,
         party: int = 0,
     ) -> None:
-        os.set_blocking(fd, False)
+        self._socket = _socket.socket(fileno=fd)
+        self._socket.setblocking(False)
         self.name = name
         self.ended = False  # the other side will send no more
         self.fault: BaseException | None = None  # why the stream cannot be read on
@@ -109,6 +115,7 @@ class Channel:
         self._arena_reader = reader
         self._threshold = threshold
         self._party = party
+        self._revoked: deque[list[Segment]] = deque()  # of frames whose sending an interrupt has ended
         # -- reading thread only --
         self._reader = FrameReader()
         # -- guarded by _lock --
@@ -153,6 +160,8 @@ class Channel:
             BrokenPipeError: the other side is gone, or the channel is closed; nothing will be sent any more.
             MemoryError: there is none for the part that does not fit; nothing was sent.
         """
+        if self._revoked:
+            self._cancel_revoked()
         segments: list[Segment] = []
         outgoing = None
         try:
@@ -164,7 +173,8 @@ class Channel:
                 return self._flush_locked(outgoing)
         except BaseException:
             if outgoing is None or not outgoing.is_queued:
-                self._cancel(segments)
+                self._revoked.append(segments)  # in one C call, so that a second interrupt does not come before it
+                self._cancel_revoked()
             raise
 
     def _prepare(self, frame: Frame, segments: list[Segment]) -> _Outgoing:
@@ -208,10 +218,15 @@ class Channel:
             segments.append(segment)
         return inline
 
-    def _cancel(self, segments: list[Segment]) -> None:
-        for segment in segments:
-            if segment.offset >= 0 and self._writer is not None:
-                self._writer.cancel(segment)
+    def _cancel_revoked(self) -> None:
+        """Take back what was placed in memory for frames that were never queued."""
+        while self._revoked:
+            segments = self._revoked[0]
+            for segment in segments:
+                if segment.offset >= 0 and self._writer is not None:
+                    self._writer.cancel(segment)
+            with suppress(ValueError):  # another thread has done the same
+                self._revoked.remove(segments)
 
     def flush(self) -> bool:
         """Write what waits and fits; return whether nothing is left.
@@ -255,7 +270,8 @@ class Channel:
         if parts:
             try:
                 # One C call makes the system call and keeps its count: a signal cannot come between the two.
-                outgoing.written.extend(map(os.writev, (self._fd,), (parts[:_MOST_VECTORS],)))
+                sent = map(self._socket.sendmsg, (parts[:_MOST_VECTORS],), ((),), (_NO_SIGNAL,))
+                outgoing.written.extend(sent)
             except BlockingIOError:
                 return False
             except OSError as error:
@@ -317,6 +333,9 @@ class Channel:
                 for segment in raw.segments[len(buffers) :]:
                     self._arena_reader.discard(segment)
             buffers.clear()
+            from engine_client.protocol.tracebacks import empty_frames  # noqa: PLC0415  # needed for failures only
+
+            empty_frames(error)  # a mapping in it would last as long as somebody keeps the error
             return Frame(raw.kind, raw.flags, raw.ref, raw.header, (), error)
         return Frame(raw.kind, raw.flags, raw.ref, raw.header, buffers)
 
@@ -329,12 +348,10 @@ class Channel:
         """Close the descriptor; idempotent.  Views of received buffers stay readable."""
         with self._lock:
             self._backlog.clear()
-            fd, self._fd = self._fd, -1
-            if fd >= 0:
-                os.close(fd)
+            self._fd = -1
+            self._socket.close()
 
     def close_after_fork(self) -> None:
         """Close a forked child's copy of the descriptor, without the lock, which another thread may have held."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._fd = -1
+        self._socket.close()

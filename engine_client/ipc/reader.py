@@ -30,7 +30,7 @@ from engine_client.ipc.channel import Channel
 from engine_client.ipc.wakeup import Wakeup
 from engine_client.protocol.wire import Frame
 
-__all__ = ["ReaderHandler", "ReaderThread"]
+__all__ = ["ReaderHandler", "ReaderThread", "is_reader_thread"]
 
 
 class ReaderHandler(Protocol):
@@ -53,6 +53,14 @@ class ReaderHandler(Protocol):
 
     def on_reader_failed(self, error: BaseException) -> None:
         """Note that the thread ends because of ``error``."""
+
+
+_here = threading.local()
+
+
+def is_reader_thread() -> bool:
+    """Tell whether the caller is any client's reader."""
+    return getattr(_here, "is_reader", False)
 
 
 class ReaderThread:
@@ -135,6 +143,7 @@ class ReaderThread:
     # -- the reader's thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        _here.is_reader = True
         try:
             while not self._stopping:
                 self._serve(self._wait())

@@ -16,7 +16,8 @@ from engine_client import EngineDeadError, SyncMPClient
 from engine_client.testing.faults import frozen
 from engine_client.testing.scripted import Script
 from helpers.clients import channel_of, collect, make_request, pid_of, scripted_client
-from helpers.scenes import Gated, Waiter, check_dead, client_of, die_at, methods, record_logs
+from helpers.doomed import Gated, die_at, reply_to_nobody
+from helpers.scenes import Waiter, check_dead, client_of, methods, record_logs
 from helpers.timing import eventually
 
 pytestmark = pytest.mark.crash
@@ -129,7 +130,9 @@ def test_bc02_outputs_sent_before_the_death_are_delivered() -> None:
     with scripted_client(Script(tokens_per_step=5)) as client:
         for index in range(50):
             client.add_request(make_request(f"r{index}", 5))
+        eventually(lambda: client.call_utility("info")["requests"] == [])
         waiter = Waiter(lambda: client.call_utility("die", "exit0"))
+        waiter.join(20)
         assert len(collect(client, 50)) == 50
         for _ in range(3):
             with pytest.raises(EngineDeadError, match="exit code 0"):
@@ -305,8 +308,6 @@ def test_bc39_replies_that_nobody_has_asked_for(caplog: pytest.LogCaptureFixture
 
 
 def _send_strays(worker: Any) -> None:
-    from engine_client.messages import EngineCoreOutput
-
     real = worker.advance
 
     def advance(running: Any) -> Any:
@@ -316,7 +317,6 @@ def _send_strays(worker: Any) -> None:
             worker.aborted.append(_Stray(stray))
         return index, output
 
-    del EngineCoreOutput
     worker.advance = advance
 
 
@@ -333,18 +333,6 @@ def test_bc39_a_reply_to_no_call(caplog: pytest.LogCaptureFixture) -> None:
     """A reply with the id of no call, good or bad, does no harm to the calls there are."""
     logged = record_logs(caplog)
     with scripted_client() as client:
-        assert client.collective_rpc(_reply_to_nobody) == [None]
+        assert client.collective_rpc(reply_to_nobody) == [None]
         assert client.call_utility("echo", 5) == 5
         assert len(logged()) == 1
-
-
-def _reply_to_nobody(worker: Any) -> None:
-    import gc
-
-    from engine_client.engine.front_end import FrontEnd
-
-    del worker
-    for front_end in [found for found in gc.get_objects() if isinstance(found, FrontEnd)]:
-        front_end.send_failure(2**63, ValueError("nobody's"))
-        front_end.send_result(0, "nobody's")
-        front_end.send_result(2**63 + 1, "nobody's")

@@ -13,7 +13,7 @@ from engine_client.engine.executor import Batch, ModelOutput
 from engine_client.testing.executors import EchoExecutor
 from engine_client.testing.faults import die
 
-__all__ = ["Ending", "Gated", "die_at", "ignore_sigterm", "reply_to_nobody", "spawn_forever", "wait_for"]
+__all__ = ["Ending", "Gated", "die_at", "ignore_sigterm", "late_reply", "reply_to_nobody", "spawn_forever", "wait_for"]
 
 _PATIENCE = 60.0
 
@@ -76,6 +76,12 @@ def reply_to_nobody(worker: object, count: int = 1) -> None:
             front_end.send_failure(2**63, ValueError("nobody's"))
             front_end.send_result(0, "nobody's")
             front_end.send_result(2**63 + 1, "nobody's")
+
+
+def late_reply(worker: object) -> None:
+    """Take some time, then send a reply to nobody before the real one."""
+    time.sleep(0.3)
+    reply_to_nobody(worker)
 
 
 def spawn_forever(worker: object) -> int:

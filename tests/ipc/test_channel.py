@@ -15,6 +15,7 @@ from engine_client.ipc.arena import ArenaReader, ArenaWriter, create_memory
 from engine_client.ipc.channel import Channel
 from engine_client.protocol.framing import Kind
 from engine_client.protocol.wire import Frame
+from helpers.procs import run_script
 
 
 @contextmanager
@@ -283,3 +284,23 @@ def test_a_forked_copy_closes_without_the_lock() -> None:
             left.close_after_fork()
         with pytest.raises(OSError, match="Bad file"):
             os.fstat(fd)
+
+
+def test_a_peer_that_is_gone_sends_no_signal():
+    """Writing to a closed channel raises BrokenPipeError, and no SIGPIPE ends a host that does not ignore it."""
+    run_script(
+        """
+        import signal, socket
+        from engine_client.ipc.channel import Channel
+        from engine_client.protocol.wire import Frame
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        left, right = socket.socketpair()
+        channel = Channel(left.detach(), name="right")
+        right.close()
+        try:
+            channel.send(Frame(6, 0, 0, b"x"))
+        except BrokenPipeError as error:
+            print("right" in str(error))
+        channel.close()
+        """
+    ).check()
