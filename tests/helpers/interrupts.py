@@ -1,16 +1,20 @@
 """Interrupts at every point where one can come, one after the other.
 
 CPython looks for signals where a function of Python begins, where a function in C returns to Python, and when a loop
-goes round, where there is nearly always one of the two.  A profile function is called at these points, and what it
-raises comes out as it does from a signal handler: in the same place, and with the C function's result lost.
+goes round, where there is nearly always one of the two.  From Python 3.12 on, ``sys.monitoring`` calls us at exactly
+these points, and what we raise comes out as it does from a signal handler: in the same place, and with the C function's
+result lost.  Older Pythons have a profile function for that, which they forget when it raises; a second interrupt then
+comes from a trace function, at the start of some function only.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from threading import get_ident
+from types import CodeType
 from typing import Any
 
 import engine_client
@@ -18,51 +22,90 @@ import engine_client
 __all__ = ["interrupt_at", "interrupt_everywhere"]
 
 _PACKAGE = str(Path(engine_client.__file__).parent)
+_TOOL = 4  # of sys.monitoring; not taken by debuggers, coverage, profilers or optimizers
 
 
 class _Interrupter:
-    """Raises at the n-th point inside of the package, ``testing`` apart."""
+    """Raises at the n-th point inside of the package, ``testing`` apart; the second time, ``gap`` points later."""
 
-    def __init__(self, number: int, times: int = 1) -> None:
-        self.left = number
-        self.times = times
-        self.where = ""
+    def __init__(self, number: int, gap: int) -> None:
+        self.waits = [number, gap] if gap else [number]
+        self.where: list[str] = []
+        self.thread = get_ident()
 
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        name = frame.f_code.co_filename
-        if event not in ("call", "c_return") or not name.startswith(_PACKAGE) or "/testing/" in name:
+    def pass_by(self, code: CodeType, what: str) -> None:
+        name = code.co_filename
+        if not self.waits or not name.startswith(_PACKAGE) or "/testing/" in name or get_ident() != self.thread:
             return
-        self.left -= 1
-        if self.left <= 0:
-            what = getattr(argument, "__qualname__", "the start")
-            self.where = f"{Path(name).name}:{frame.f_lineno} {frame.f_code.co_name}, after {what}"
-            self.times -= 1
-            if not self.times:
-                sys.setprofile(None)
+        self.waits[0] -= 1
+        if self.waits[0] <= 0:
+            del self.waits[0]
+            self.where.append(f"{Path(name).name}: {code.co_name}, {what}")
             raise KeyboardInterrupt
 
 
-def interrupt_at(number: int, operation: Callable[[], Any], times: int = 1) -> str:
-    """Interrupt an operation at its ``number``-th point, and at the points that follow if ``times`` is more than one.
+@contextmanager
+def _watching(interrupter: _Interrupter) -> Iterator[None]:
+    """Have the interrupter called at every point of this thread."""
+    if sys.version_info < (3, 12):
+        sys.setprofile(lambda frame, event, argument: _on_profile(interrupter, frame.f_code, event, argument))
+        if len(interrupter.waits) > 1:
+            sys.settrace(lambda frame, event, _: _on_trace(interrupter, frame.f_code))
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            sys.settrace(None)
+        return
+    events = sys.monitoring.events
+    sys.monitoring.use_tool_id(_TOOL, "interrupts")
+    sys.monitoring.register_callback(_TOOL, events.PY_START, lambda code, _: interrupter.pass_by(code, "its start"))
+    sys.monitoring.register_callback(
+        _TOOL, events.C_RETURN, lambda code, _, call, __: interrupter.pass_by(code, f"after {_name(call)}")
+    )
+    sys.monitoring.set_events(_TOOL, events.PY_START | events.CALL)  # C_RETURN goes with CALL
+    try:
+        yield
+    finally:
+        sys.monitoring.set_events(_TOOL, 0)
+        sys.monitoring.free_tool_id(_TOOL)
+
+
+def _name(call: Any) -> str:
+    return str(getattr(call, "__qualname__", call))
+
+
+def _on_profile(interrupter: _Interrupter, code: CodeType, event: str, argument: Any) -> None:
+    if event == "call":
+        interrupter.pass_by(code, "its start")
+    elif event == "c_return":
+        interrupter.pass_by(code, f"after {_name(argument)}")
+
+
+def _on_trace(interrupter: _Interrupter, code: CodeType) -> None:
+    if len(interrupter.where) == 1:
+        interrupter.pass_by(code, "its start")
+
+
+def interrupt_at(number: int, operation: Callable[[], Any], gap: int = 0) -> str:
+    """Interrupt an operation at its ``number``-th point, and again ``gap`` points later if that is not zero.
 
     Returns:
         Where that was; empty if the operation has fewer points.
     """
-    interrupter = _Interrupter(number, times)
-    sys.setprofile(interrupter)
+    interrupter = _Interrupter(number, gap)
     try:
-        operation()
+        with _watching(interrupter):
+            operation()
     except KeyboardInterrupt:
         assert interrupter.where
     else:
-        assert not interrupter.where, f"the interrupt was swallowed at {interrupter.where}"
-    finally:
-        sys.setprofile(None)
-    return interrupter.where
+        assert not interrupter.where, f"the interrupt was swallowed: {interrupter.where}"
+    return " and then ".join(interrupter.where)
 
 
 def interrupt_everywhere(
-    operation: Callable[[], Any], check: Callable[[], Any], prepare: Callable[[], Any] = lambda: None, times: int = 1
+    operation: Callable[[], Any], check: Callable[[], Any], prepare: Callable[[], Any] = lambda: None, gap: int = 0
 ) -> int:
     """Interrupt an operation at every point that it has; return how many these are.
 
@@ -70,13 +113,13 @@ def interrupt_everywhere(
         operation: takes the same way each time.
         check: called after each interrupt; an AssertionError tells where that was.
         prepare: called before each.
-        times: interrupts in a row, the second inside of what handles the first.
+        gap: points until a second interrupt, inside of what handles the first; 0: there is none.
     """
     number = 0
     while True:
         number += 1
         prepare()
-        where = interrupt_at(number, operation, times)
+        where = interrupt_at(number, operation, gap)
         if not where:
             return number - 1
         try:
