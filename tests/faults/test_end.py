@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import subprocess
+import textwrap
 import threading
 import time
 import weakref
@@ -201,7 +202,7 @@ atexit.register(watch)
 """
 
 
-@kinds("spawn")
+@kinds()
 @pytest.mark.parametrize("end", ENDS)
 def test_bc04_bc42_a_script_that_ends_well(end: str, kind: str, tmp_path: Path) -> None:
     """However a script lets go of its client, it ends with status 0 and without a word, and the engine in order."""
@@ -220,8 +221,6 @@ def test_bc04_bc42_again_and_again(end: str, tmp_path: Path) -> None:
 
 
 def _run_to_end(end: str, kind: str, directory: Path) -> None:
-    import textwrap
-
     ended = directory / "ended"
     # The hook is registered last and runs first: everything of ours comes after it.
     source = PROLOGUE + textwrap.dedent(ENDS[end]) + NO_NEW_THREAD
@@ -249,8 +248,6 @@ def test_bc42_a_hook_of_the_host_that_comes_later_than_ours(kind: str, tmp_path:
         client = start()
         use(client)
         """
-    import textwrap
-
     result = run_script(PROLOGUE + textwrap.dedent(source), kind, str(tmp_path / "ended")).check()
     assert result.stdout == "ClosedError True\n" * 3 + "True\n"
 
@@ -270,8 +267,6 @@ def test_bc04_a_real_crash_is_reported_once(method: str, tmp_path: Path) -> None
         assert not client.is_alive
         ok()
         """
-    import textwrap
-
     result = run_script(PROLOGUE + textwrap.dedent(source), method, str(tmp_path / "ended")).check(stderr=None)
     assert result.stdout == "OK\n"
     assert result.stderr.count("SIGKILL(-9)") == 1, result.stderr
@@ -294,8 +289,6 @@ def test_bc04_a_supervisor_stops_everything(handled: bool, way: str, method: str
         while True:
             time.sleep(0.01)
         """.replace("{handled}", str(handled))
-    import textwrap
-
     path = tmp_path / "ended.pid"
 
     def stop(process: subprocess.Popen[bytes]) -> None:
@@ -553,7 +546,7 @@ STATES = {
 }
 
 
-@methods("spawn")
+@methods()
 @pytest.mark.parametrize("timeout", [0.0, 1.0])
 @pytest.mark.parametrize("state", STATES)
 def test_bc40_the_bound_holds_in_every_state(state: str, timeout: float, method: str) -> None:
@@ -674,9 +667,10 @@ def test_bc40_requests_in_flight_are_drained_or_aborted() -> None:
 # -- BC-66 -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "count", [16, pytest.param(300, marks=[pytest.mark.full, pytest.mark.stress, pytest.mark.slow])]
-)
+MANY = pytest.param(300, marks=[pytest.mark.full, pytest.mark.stress, pytest.mark.slow])
+
+
+@pytest.mark.parametrize("count", [16, MANY])
 def test_bc66_clients_without_pause(count: int) -> None:
     """Clients made and ended without pause, whose engines are slow to die, each see their own engine's outputs only."""
     old: list[SyncMPClient] = []
