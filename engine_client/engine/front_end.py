@@ -38,12 +38,14 @@ class FrontEnd:
         index: client index.
         channel: to the front-end.
         rank: of this engine, stamped on every batch.
+        main_importable: the names in ``__main__`` mean the same here and there, so that results can go by name.
     """
 
-    def __init__(self, index: int, channel: Channel, rank: int = 0) -> None:
+    def __init__(self, index: int, channel: Channel, rank: int = 0, *, main_importable: bool = True) -> None:
         self.index = index
         self.channel = channel
         self.rank = rank
+        self.main_importable = main_importable
         self.gone = False
         self.took_at = 0.0  # when it was last seen to take something of what waits for it, or to have taken all
         self.log = logging.getLogger("engine_client.engine")
@@ -175,7 +177,7 @@ class FrontEnd:
     def send_result(self, call_id: int, result: Any) -> None:
         """Answer a call; a result that cannot be pickled, or is too large to send, becomes that call's error."""
         try:
-            self._send(encode_reply(call_id, result))
+            self._send(encode_reply(call_id, result, main_importable=self.main_importable))
         except Exception as error:  # noqa: BLE001  # the result's own code ran; its caller gets what it raised
             fault = SerializationError(_unsendable("the result", error))
             fault.__cause__ = error

@@ -32,7 +32,7 @@ from engine_client.ipc.arena import ArenaReader, ArenaWriter
 from engine_client.ipc.channel import Channel
 from engine_client.ipc.descriptors import EngineFds
 from engine_client.ipc.status_page import EngineState, StatusWriter
-from engine_client.ipc.user_main import decoding, ensure_main
+from engine_client.ipc.user_main import decoding, ensure_main, importable
 from engine_client.protocol.codec import loads
 from engine_client.protocol.framing import Kind
 from engine_client.protocol.wire import (
@@ -148,7 +148,7 @@ class _Engine:
             reader=ArenaReader(self.fds.arena_in, party=init.rank),
             threshold=options["arena_threshold"],
         )
-        front_end = FrontEnd(0, self.channel, init.rank)
+        front_end = FrontEnd(0, self.channel, init.rank, main_importable=importable(init.main))
         self.phase = "loading the configuration"
         if init.payload.needs_main:
             ensure_main(init.main)

@@ -2,7 +2,8 @@
 
 They have limits of their own, which ``exec`` has not: an unguarded script cannot use spawn or forkserver, daemonic
 processes can use none, fork in a process with threads may deadlock the child, and the fork server keeps the
-environment of when it was started (what this launcher can pass on of it, it does).
+environment of when it was started (what this launcher can pass on of it, it does).  It starts in the host's process
+group with signals as usual: interrupted in that moment, by Ctrl-C, it prints a traceback and is started anew later.
 
 Invariants: I11 (a child that started and cannot be handed over is killed).
 
@@ -102,7 +103,7 @@ def launch_multiprocessing(
             "start method 'fork' in a process with other threads: locks that they hold stay locked in the engine, "
             "which may never get ready; use the default start method",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=_level_of_the_host(),
         )
     context: Any = multiprocessing.get_context(method)
     setting = {} if method == "fork" else _setting()
@@ -123,6 +124,16 @@ def launch_multiprocessing(
                 text = f"start method {method!r} failed: {error}; the default start method may work"
                 raise StartupError(text) from error
             raise
+
+
+def _level_of_the_host() -> int:
+    """Return the stack level, for a warning of the caller, at which the code that is not this package's begins."""
+    level = 1
+    frame = sys._getframe(1)  # noqa: SLF001 (documented)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("engine_client."):
+        frame = frame.f_back
+        level += 1
+    return level
 
 
 @contextmanager
