@@ -110,8 +110,9 @@ class SyncMPClient(SyncUtilities, MPClient):
             EngineDeadError: the engine is dead.
         """
         me = get_ident()
-        call_id = self._session.calls.new_id()
+        call_id = 0
         try:
+            call_id = self._session.calls.new_id()
             deadline = Deadline(check_timeout(timeout))
             _, future = self._session.call(method, args, deadline, call_id)
             return self._session.wait(future, deadline, f"the utility {method!r}")
