@@ -300,6 +300,9 @@ class Channel:
                     break
                 self.received += count
                 frames += map(self._resolve, self._reader.advance(count))
+                if self._reader.broken:  # behind frames that were whole, in the same read: nothing more may ever come
+                    self._break(RemoteProtocolError(self._reader.broken))
+                    break
             except BlockingIOError:
                 break
             except OSError:  # ECONNRESET: the peer closed with bytes of ours unread; what it had sent came first

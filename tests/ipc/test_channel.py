@@ -147,6 +147,20 @@ def test_garbage_is_a_fault() -> None:
     channel.close()
 
 
+def test_garbage_behind_a_frame_is_a_fault_at_once() -> None:
+    """A violation that comes in the same read as a good frame is told with it, though nothing else ever comes."""
+    left, right = socket.socketpair()
+    sender = Channel(left.detach(), name="right")
+    channel = Channel(right.detach(), name="left")
+    assert sender.send(frame(b"good"))
+    os.write(sender.fileno(), b"GARBAGE" * 20)
+    assert [bytes(one.header) for one in channel.receive()] == [b"good"]
+    assert channel.ended
+    assert "GARB" in str(channel.fault)
+    sender.close()
+    channel.close()
+
+
 def test_a_gone_peer_breaks_the_channel_for_good() -> None:
     """Sending to a closed end raises, now and later, and keeps nothing."""
     with pair() as (left, right):
