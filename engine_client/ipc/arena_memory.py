@@ -20,6 +20,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from io import FileIO
 from typing import Final
 
 from engine_client.ipc.descriptors import above_stdio
@@ -182,8 +183,13 @@ def _reclaimable(directory: str, name: str) -> int:
 
 
 def _read(path: str) -> str:
+    files: list[FileIO] = []
     try:
-        with open(path, "rb", buffering=0) as file:  # a third of the time of reading text
-            return file.read().decode("ascii", "replace")
+        # One C call: an interrupt that came between opening and keeping the file would leave it open.
+        files.extend(map(FileIO, (path,)))  # a third of the time of reading text
+        return files[0].read().decode("ascii", "replace")
     except OSError:
         return ""  # safe because a limit that cannot be read is one that we do not know
+    finally:
+        for file in files:
+            file.close()

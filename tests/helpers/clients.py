@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from engine_client import ClientOptions, EngineConfig, EngineCoreRequest, SamplingParams, SyncMPClient
+from engine_client.clients.session import Session
 from engine_client.ipc.channel import Channel
 from engine_client.testing.scripted import TARGET, Script
 
-__all__ = ["channel_of", "collect", "make_request", "pid_of", "scripted_client"]
+__all__ = ["channel_of", "collect", "make_request", "pid_of", "scripted_client", "session_of"]
 
 
 def scripted_client(
@@ -57,3 +58,8 @@ def channel_of(client: SyncMPClient) -> Channel:
     """Return the channel to the engine."""
     (link,) = client._session.links.values()
     return link.channel
+
+
+def session_of(client: SyncMPClient) -> Session:
+    """Return what is behind a client: its tables, its channels, its memory."""
+    return client._session
