@@ -148,7 +148,7 @@ def test_bc53_a_copy_of_a_copy(method: str) -> None:
 
         def use_own() -> None:
             in_fork(lambda: refuse_all(client, owner))
-            with scripted_client(start_method=method) as own:
+            with scripted_client() as own:
                 check_serves(own, pid_of(own), 3)
             refuse_all(client, owner)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from engine_client.testing.inventory import ProcessKey, key_of
-from helpers.procs import run_script
+from helpers.procs import ScriptResult, run_script
 from helpers.scenes import METHODS, methods, told
 from helpers.timing import DEADLOCK, eventually
 
@@ -104,6 +104,15 @@ def test_bc14_an_interrupt_of_the_group_leaves_the_engine(doing: str, method: st
     assert result.check().stdout == "clean\n"
 
 
+def check_silent(result: ScriptResult, method: str) -> None:
+    """Check that a script ended well and nothing was printed on stderr.
+
+    The exception is multiprocessing's fork server, which cannot be kept from being interrupted while it starts.
+    """
+    result.check(stderr=result.stderr if method == "forkserver" else "")
+    assert "engine_client" not in result.stderr
+
+
 @pairs(
     "at",
     ["process", "engine"],
@@ -111,7 +120,7 @@ def test_bc14_an_interrupt_of_the_group_leaves_the_engine(doing: str, method: st
 )
 def test_bc14_an_interrupt_of_the_group_ends_the_start(at: str, method: str, tmp_path: Path) -> None:
     """KeyboardInterrupt leaves the constructor within 2 s, the child is stopped, silently; the next one starts."""
-    run_script(
+    result = run_script(
         """
         import sys, threading, time
         from engine_client.testing.scripted import Script
@@ -143,7 +152,8 @@ def test_bc14_an_interrupt_of_the_group_ends_the_start(at: str, method: str, tmp
         at,
         str(tmp_path),
         started=signal_group(signal.SIGINT, tmp_path, 0.05 if at == "process" else 0.3),
-    ).check()
+    )
+    check_silent(result, method)
 
 
 @pairs(
@@ -152,10 +162,7 @@ def test_bc14_an_interrupt_of_the_group_ends_the_start(at: str, method: str, tmp
     {("exec", 0.0), ("exec", 0.02), ("exec", 0.04), ("exec", 0.08), ("spawn", 0.06), ("fork", 0.01)},
 )
 def test_bc14_an_interrupt_at_any_moment_of_the_start(method: str, after: float, tmp_path: Path) -> None:
-    """Whenever in the start the group is interrupted, the host has one KeyboardInterrupt and no child prints a word.
-
-    The exception is multiprocessing's fork server, which cannot be kept from being interrupted while it starts.
-    """
+    """Whenever in the start the group is interrupted, the host has one KeyboardInterrupt and no child prints a word."""
     result = run_script(
         """
         import sys, time
@@ -176,8 +183,7 @@ def test_bc14_an_interrupt_at_any_moment_of_the_start(method: str, after: float,
         str(tmp_path),
         started=signal_group(signal.SIGINT, tmp_path, after),
     )
-    result.check(stderr=result.stderr if method == "forkserver" else "")
-    assert "engine_client" not in result.stderr
+    check_silent(result, method)
     assert result.stdout == "1\n"
 
 

@@ -310,9 +310,8 @@ def test_bc61_a_subreaper_hides_nothing(method: str, tmp_path: Path) -> None:
 )
 def test_bc61_no_moment_of_the_start_is_unprotected(method: str, count: int) -> None:
     """A host killed at any moment of its engine's start leaves nothing that runs 2 s later, and no zombie."""
-    run_script(
-        "import sys; from helpers.drivers import moments; moments(sys.argv[1], int(sys.argv[2]))", method, str(count)
-    ).check()
+    source = "import sys; from helpers.drivers import moments; moments(sys.argv[1], int(sys.argv[2]))"
+    run_script(source, method, str(count), timeout=100).check()
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.full), "SIGSTOP"])
