@@ -106,6 +106,7 @@ class Channel:
         self._socket.setblocking(False)
         self.name = name
         self.ended = False  # the other side will send no more
+        self.hung_up = False  # ... because it closed its end, or has died
         self.fault: BaseException | None = None  # why the stream cannot be read on
         self.received = 0  # bytes read so far
         self.in_memory = 0  # buffers that went through shared memory
@@ -295,6 +296,7 @@ class Channel:
                 size = len(room)  # the view is released when the reader advances
                 count = os.readv(self._fd, [room])
                 if not count:
+                    self.hung_up = True
                     self._reader.end()
                     self.ended = True
                     break
@@ -306,7 +308,7 @@ class Channel:
             except BlockingIOError:
                 break
             except OSError:  # ECONNRESET: the peer closed with bytes of ours unread; what it had sent came first
-                self.ended = True
+                self.ended = self.hung_up = True
                 break
             except (RemoteProtocolError, MemoryError) as error:
                 self._break(error)
