@@ -150,7 +150,7 @@ class EngineCoreRequest:
         """
         params = self.sampling_params if self.sampling_params is not None else self.pooling_params
         if params is None:
-            raise ValueError(f"request {self.request_id!r} has neither sampling_params nor pooling_params")
+            raise ValueError(f"request {self.request_id!r:.100} has neither sampling_params nor pooling_params")
         return params
 
 

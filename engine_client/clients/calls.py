@@ -12,9 +12,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from itertools import count
-from typing import Any
+from typing import Any, Final
 
 __all__ = ["PendingCalls"]
+
+_LAST_ID: Final = 2**64 - 1
+"""The highest id that fits into a frame; 1 comes after it."""
 
 
 class PendingCalls:
@@ -32,7 +35,7 @@ class PendingCalls:
 
     def new_id(self) -> int:
         """Return a new id; whoever has it before the call is registered can always discard the call."""
-        return next(self._next)
+        return (next(self._next) - 1) % _LAST_ID + 1
 
     def new(self, call_id: int | None = None) -> tuple[int, Future[Any]]:
         """Register a call; return its id and its future."""

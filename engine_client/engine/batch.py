@@ -191,7 +191,8 @@ def check_output(batch: Batch, output: Any) -> None:
                 if type(token) is not int or token < 0:
                     _check_token(request, token)
         except TypeError as error:
-            raise TypeError(f"ModelOutput.tokens for request {request.request_id!r} must be a list: {error}") from error
+            name = f"{request.request_id!r:.100}"
+            raise TypeError(f"ModelOutput.tokens for request {name} must be a list: {error}") from error
 
 
 def _check_column(name: str, column: Any, number: int) -> None:
@@ -205,9 +206,9 @@ def _check_column(name: str, column: Any, number: int) -> None:
 
 def _misfit(request: ScheduledRequest, tokens: Sequence[int]) -> str:
     if not len(tokens):
-        return f"ModelOutput.tokens has no token for request {request.request_id!r}, whose last chunk this was"
+        return f"ModelOutput.tokens has no token for request {request.request_id!r:.100}, whose last chunk this was"
     why = "it is a pooling request" if request.pooling_params is not None else "this was not its last chunk"
-    return f"ModelOutput.tokens must be empty for request {request.request_id!r}: {why}"
+    return f"ModelOutput.tokens must be empty for request {request.request_id!r:.100}: {why}"
 
 
 def _check_token(request: ScheduledRequest, token: Any) -> None:
@@ -215,10 +216,10 @@ def _check_token(request: ScheduledRequest, token: Any) -> None:
     index = getattr(token, "__index__", None)
     if index is None or isinstance(token, bool) or index() < 0:
         raise ValueError(
-            f"ModelOutput.tokens for request {request.request_id!r} must be non-negative integers, not {token!r}"
+            f"ModelOutput.tokens for request {request.request_id!r:.100} must be non-negative integers, not {token!r}"
         )
 
 
 def _check_pooling(request: ScheduledRequest, output: ModelOutput, index: int) -> None:
     if request.is_last_chunk and (output.pooling is None or output.pooling[index] is None):
-        raise ValueError(f"ModelOutput.pooling has no value for pooling request {request.request_id!r}")
+        raise ValueError(f"ModelOutput.pooling has no value for pooling request {request.request_id!r:.100}")

@@ -79,7 +79,7 @@ class FrontEnd:
             ValueError: a request of this id is in flight.
         """
         if request_id in self._keys:
-            raise ValueError(f"request {request_id!r} is already running")
+            raise ValueError(f"request {request_id!r:.100} is already running")
         self._keys[request_id] = key
         self._ids[key] = request_id
 

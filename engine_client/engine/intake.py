@@ -49,12 +49,14 @@ class Intake:
         request_id = message.request_id
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, not {type(request_id).__name__}")
+        if not request_id:
+            raise ValueError("request_id must not be empty")
         tokens = _read_prompt(message)
         self._check_prompt(tokens)
         pooling = getattr(message, "pooling_params", None)
         sampling = getattr(message, "sampling_params", None)
         if pooling is None and sampling is None:
-            raise ValueError(f"request {request_id!r} has neither sampling_params nor pooling_params; give it one")
+            raise ValueError(f"request {request_id!r:.100} has neither sampling_params nor pooling_params; give it one")
         self._check_task(None if pooling is None else (getattr(pooling, "task", None),))
         self._check_features(message)
         self._executor.check_request(message)

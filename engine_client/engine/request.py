@@ -119,7 +119,7 @@ class Request:
 
     def __repr__(self) -> str:
         return (
-            f"<Request {self.request_id!r} {self.state.value} tokens={len(self.tokens)} "
+            f"<Request {self.request_id!r:.100} {self.state.value} tokens={len(self.tokens)} "
             f"computed={self.num_computed_tokens} blocks={len(self.blocks)}>"
         )
 

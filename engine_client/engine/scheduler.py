@@ -87,7 +87,7 @@ class Scheduler:
         """
         name = request.request_id
         if name in self._requests:
-            raise ValueError(f"request {name!r} is already running; choose another id or wait for its end")
+            raise ValueError(f"request {name!r:.100} is already running; choose another id or wait for its end")
         self._requests[name] = request
         self._note(request, EngineCoreEventType.QUEUED)
         if self.pause_mode is None:

@@ -27,7 +27,7 @@ def log_failure(batch: Batch, scheduler: Any) -> Iterator[None]:
     try:
         yield
     except Exception:
-        names = ", ".join(repr(request.request_id) for request in batch.requests[:_SHOWN])
+        names = ", ".join(f"{request.request_id!r:.100}" for request in batch.requests[:_SHOWN])
         _log.error(  # without the traceback, which whoever gets the exception has
             "step %d failed: %d tokens of %d requests (%s%s); %s",
             batch.step,

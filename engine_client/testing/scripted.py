@@ -134,9 +134,9 @@ class ScriptedCore:
     def preprocess_add_request(self, request: EngineCoreRequest) -> tuple[EngineCoreRequest, int]:
         """Refuse a request without a prompt, or with an id that is in use."""
         if not request.prompt_token_ids and request.prompt_embeds is None:
-            raise ValueError(f"request {request.request_id!r} has no prompt")
+            raise ValueError(f"request {request.request_id!r:.100} has no prompt")
         if request.request_id in self._running:
-            raise ValueError(f"request {request.request_id!r} is already running")
+            raise ValueError(f"request {request.request_id!r:.100} is already running")
         return request, request.current_wave
 
     def add_request(self, request: EngineCoreRequest, request_wave: int = 0) -> None:

@@ -111,7 +111,12 @@ class TestFields:
         with pytest.raises(TypeError, match="request_id must be a string, not"):
             Intake(Recording(), LIMITS).read(make_request(name))
 
-    @pytest.mark.parametrize("name", ["", "a\0b", "\ud800", "x" * 2**20])
+    def test_id_must_not_be_empty(self):
+        """An empty id is a ValueError."""
+        with pytest.raises(ValueError, match="request_id must not be empty"):
+            Intake(Recording(), LIMITS).read(make_request(""))
+
+    @pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 2**20])
     def test_id_may_be_any_string(self, name):
         """Odd ids are ids."""
         assert Intake(Recording(), LIMITS).read(make_request(name)).request_id == name

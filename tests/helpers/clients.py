@@ -9,9 +9,10 @@ from typing import Any
 from engine_client import ClientOptions, EngineConfig, EngineCoreRequest, SamplingParams, SyncMPClient
 from engine_client.clients.session import Session
 from engine_client.ipc.channel import Channel
+from engine_client.ipc.reader import ReaderThread
 from engine_client.testing.scripted import TARGET, Script
 
-__all__ = ["channel_of", "collect", "make_request", "pid_of", "scripted_client", "session_of"]
+__all__ = ["channel_of", "collect", "make_request", "pid_of", "reader_of", "scripted_client", "session_of"]
 
 
 def scripted_client(
@@ -23,7 +24,9 @@ def scripted_client(
     return SyncMPClient(config, None, log_stats, options=ClientOptions(**{"engine_target": TARGET, **options}))  # type: ignore[arg-type]  # the scripted engine has no executor
 
 
-def make_request(request_id: str, max_tokens: int = 3, prompt: Iterable[int] | None = (1, 2, 3), **fields: Any) -> EngineCoreRequest:
+def make_request(
+    request_id: str, max_tokens: int = 3, prompt: Iterable[int] | None = (1, 2, 3), **fields: Any
+) -> EngineCoreRequest:
     """Return a request for ``max_tokens`` tokens."""
     values: dict[str, Any] = dict.fromkeys(
         ("mm_features", "pooling_params", "lora_request", "cache_salt", "data_parallel_rank")
@@ -63,3 +66,8 @@ def channel_of(client: SyncMPClient) -> Channel:
 def session_of(client: SyncMPClient) -> Session:
     """Return what is behind a client: its tables, its channels, its memory."""
     return client._session
+
+
+def reader_of(client: Any) -> ReaderThread:
+    """Return the thread that reads what the engine sends."""
+    return session_of(client)._reader

@@ -1,0 +1,284 @@
+"""Pending calls end with their engine or their client, and late replies reach nobody (BC-20, BC-21)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import Any
+
+import pytest
+
+from engine_client import ClosedError, EngineDeadError, SyncMPClient
+from engine_client.errors import RemoteProtocolError
+from engine_client.testing.faults import frozen
+from helpers.clients import pid_of, reader_of, scripted_client, session_of
+from helpers.inside import answer_twice, write_garbage
+from helpers.scenes import METHODS, Waiter, check_dead, methods, record_logs
+from helpers.timing import DEADLOCK, eventually, took_at_most
+
+DEATH_BOUND = 2.0
+
+
+class Crash(Exception):
+    """Raised in engines."""
+
+
+def give_up(client: SyncMPClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the client's reader fail at the next frame."""
+
+    def fail(*_: Any) -> None:
+        raise SystemExit("the reader is ended")
+
+    monkeypatch.setattr(session_of(client), "on_frames", fail)
+    with pytest.raises(EngineDeadError, match="the reader is ended"):
+        client.call_utility("echo", 1)
+
+
+WAYS: dict[str, tuple[Callable[[SyncMPClient, pytest.MonkeyPatch], Any], type[Exception], str]] = {
+    "sigkill": (lambda client, _: os.kill(pid_of(client), signal.SIGKILL), EngineDeadError, "SIGKILL"),
+    "dead message": (lambda client, _: client.call_utility("fail_step", Crash("marker")), EngineDeadError, "marker"),
+    "shutdown": (lambda client, _: Waiter(client.shutdown, again=False), EngineDeadError, ""),
+    "shutdown at once": (lambda client, _: Waiter(partial(client.shutdown, 0), again=False), EngineDeadError, ""),
+    "sigterm": (lambda client, _: os.kill(pid_of(client), signal.SIGTERM), EngineDeadError, ""),
+    "garbage": (lambda client, _: Waiter(lambda: client.collective_rpc(write_garbage)), EngineDeadError, "no frame"),
+    "reader": (give_up, EngineDeadError, "the reader is ended"),
+}
+
+
+def pend(client: SyncMPClient, number: int) -> list[Waiter]:
+    """Return threads in calls that the engine never answers."""
+    before = threading.stack_size(256 * 1024)
+    try:
+        waiters = [Waiter(lambda: client.call_utility("deferred")) for _ in range(number)]
+    finally:
+        threading.stack_size(before)
+    eventually(lambda: len(client.utility_results) == number, DEADLOCK)
+    client.call_utility("echo", 0)
+    return waiters
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize(
+    ("method", "number"),
+    [
+        (method, number)
+        if (method, number) in {("exec", 1000), ("fork", 1)}
+        else pytest.param(method, number, marks=pytest.mark.full)
+        for method in METHODS
+        for number in (1, 1000)
+    ],
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_bc20_every_pending_call_ends_with_its_engine(
+    way: str, number: int, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the engine, its stream, the client or its reader ends: EngineDeadError within 2 s, and ever after."""
+    client = scripted_client(start_method=method)
+    reader = reader_of(client)
+    waiters = pend(client, number)
+    act, kind, text = WAYS[way]
+    began = time.monotonic()
+    acting = act(client, monkeypatch)
+    errors = [waiter.end(began, DEATH_BOUND) for waiter in waiters]
+    assert all(isinstance(error, kind) for error in errors), {repr(error) for error in errors}
+    assert all(text in str(error) for error in errors) or way == "garbage"
+    assert len({id(error) for error in errors}) == number
+    if way == "garbage":
+        assert all(isinstance(error.__cause__, RemoteProtocolError) for error in errors if error)
+    if isinstance(acting, Waiter):
+        acting.join(DEADLOCK)
+    assert len(session_of(client).calls) == 0
+    check_dead(client)
+    eventually(lambda: not reader.is_alive(), DEATH_BOUND)
+    if "shutdown" in way:
+        with pytest.raises(ClosedError):
+            client.call_utility("echo", 1)
+
+
+def test_bc20_an_error_of_one_call_touches_no_other() -> None:
+    """Calls that fail, now and later, leave those alone that wait beside them."""
+    with scripted_client() as client:
+        waiting = [Waiter(partial(client.call_utility, "deferred", n, 0.3), again=False) for n in range(20)]
+        failing = [Waiter(partial(client.call_utility, "deferred", KeyError(n), 0.1)) for n in range(20)]
+        for _ in range(20):
+            with pytest.raises(Crash, match="marker"):
+                client.call_utility("fail", Crash("marker"))
+        for number, waiter in enumerate(failing):
+            waiter.join(DEADLOCK)
+            assert repr(waiter.error) == f"KeyError({number})"
+        for number, waiter in enumerate(waiting):
+            waiter.join(DEADLOCK)
+            assert (waiter.error, waiter.result) == (None, number)
+        assert client.utility_results == {}
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("way", ["exit3", "step"])
+def test_bc20_reply_and_death_in_one_read(way: str) -> None:
+    """A reply that comes with the death still reaches its caller; the call beside it gets EngineDeadError."""
+    client = scripted_client()
+    (waiting,) = pend(client, 1)
+    gate, held = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        gate.wait(DEADLOCK)
+
+    try:
+        reader_of(client).call(hold)
+        assert held.wait(DEADLOCK)
+        answered = Waiter(partial(client.call_utility, "echo", "mine"), again=False)
+        eventually(lambda: len(client.utility_results) == 2)
+        if way == "step":
+            last = Waiter(partial(client.call_utility, "fail_step", Crash("marker")), again=False)
+        else:
+            last = Waiter(partial(client.call_utility, "die", "exit3"), again=False)
+        (link,) = session_of(client).links.values()
+        eventually(lambda: not link.handle.is_alive(), DEADLOCK)
+        assert waiting.is_alive()
+        assert answered.is_alive()
+    finally:
+        began = time.monotonic()
+        gate.set()
+    assert answered.end(began, DEATH_BOUND) is None
+    assert answered.result == "mine"
+    text = "marker" if way == "step" else "exit code 3"
+    error = last.end(began, DEATH_BOUND)
+    assert error is None if way == "step" else isinstance(error, EngineDeadError)
+    error = waiting.end(began, DEATH_BOUND)
+    assert isinstance(error, EngineDeadError)
+    assert text in str(error)
+    check_dead(client, text)
+
+
+@pytest.mark.crash
+def test_bc20_a_call_from_inside_a_callback_of_a_dying_one() -> None:
+    """It raises EngineDeadError at once, and keeps no other waiter from its error."""
+    client = scripted_client()
+    session = session_of(client)
+    errors: list[BaseException] = []
+
+    def again(_: Any) -> None:
+        try:
+            client.call_utility("echo", 1)
+        except BaseException as error:  # noqa: BLE001  # it is what the test is about
+            errors.append(error)
+
+    futures = [session.call("deferred", ())[1] for _ in range(5)]
+    for future in futures:
+        future.add_done_callback(again)
+    waiters = [Waiter(lambda: client.call_utility("deferred")) for _ in range(5)]
+    eventually(lambda: len(client.utility_results) == 10)
+    os.kill(pid_of(client), signal.SIGKILL)
+    began = time.monotonic()
+    for waiter in waiters:
+        assert isinstance(waiter.end(began, DEATH_BOUND), EngineDeadError)
+    eventually(lambda: len(errors) == 5, DEATH_BOUND)
+    assert {type(error) for error in errors} == {EngineDeadError}
+    check_dead(client, "SIGKILL")
+
+
+# -- BC-21 -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@methods()
+def test_bc21_answers_around_the_moment_of_the_timeout(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Five hundred calls whose timeout and answer race: each gets its own answer or TimeoutError, nobody another's."""
+    record_logs(caplog)
+    counts = {"answered": 0, "failed": 0, "late": 0}
+    wrong: list[Any] = []
+
+    def work(number: int) -> None:
+        rng = random.Random(number)
+        for index in range(50):
+            mine = f"{number}-{index}"
+            value: Any = mine if index % 2 else KeyError(mine)
+            try:
+                answer = client.call_utility("deferred", value, 0.03, timeout=rng.uniform(0.025, 0.045))
+            except TimeoutError:
+                counts["late"] += 1
+            except KeyError as error:
+                counts["failed"] += 1
+                wrong.extend([error] if error.args != (mine,) else [])
+            else:
+                counts["answered"] += 1
+                wrong.extend([answer] if answer != mine else [])
+            if (echoed := client.call_utility("echo", mine)) != mine:
+                wrong.append(echoed)
+
+    with scripted_client(start_method=method) as client:
+        reader = reader_of(client)
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(10)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLOCK)
+        time.sleep(0.1)  # the last late answers
+        assert wrong == []
+        assert sum(counts.values()) == 500
+        assert min(counts.values()) > 0, counts
+        assert client.call_utility("echo", "after") == "after"
+        assert client.utility_results == {}
+        assert reader.is_alive()
+    assert all("gave up" in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+
+
+@pytest.mark.parametrize("value", ["late", KeyError("late")], ids=["success", "failure"])
+def test_bc21_a_late_answer_is_dropped(value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """After the timeout at 100 ms the answer at 300 ms reaches nobody; only a failure leaves a line in the log."""
+    logged = record_logs(caplog)
+    with scripted_client() as client:
+        with took_at_most(0.29), pytest.raises(TimeoutError, match=r"0\.1 s"):
+            client.call_utility("deferred", value, 0.3, timeout=0.1)
+        assert client.utility_results == {}
+        assert client.call_utility("echo", "mine") == "mine"
+        assert client.call_utility("deferred", "own", 0.4) == "own"
+        assert len(logged()) == (1 if isinstance(value, KeyError) else 0)
+        assert client.utility_results == {}
+
+
+def test_bc21_the_counter_of_calls_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past the last number that the wire can carry the numbers begin anew, and each call gets its own answer."""
+    with scripted_client() as client:
+        for start in (2**31, 2**32, 2**63, 2**64):
+            monkeypatch.setattr(session_of(client).calls, "_next", count(start - 3))
+            with pytest.raises(TimeoutError):
+                client.call_utility("deferred", "late", 0.1, timeout=0.02)
+            for index in range(6):
+                assert client.call_utility("echo", (start, index)) == (start, index)
+        assert client.utility_results == {}
+
+
+def test_bc21_given_up_while_it_is_sent() -> None:
+    """A call that times out while the engine reads nothing leaves no half of it, and the next one its own answer."""
+    big = bytes(4 << 20)
+    with scripted_client(high_water=1 << 20, arena_limit=0) as client:
+        with frozen(pid_of(client)):
+            for _ in range(3):
+                with took_at_most(2.0), pytest.raises(TimeoutError):
+                    client.call_utility("echo", big, timeout=0.1)
+            assert client.utility_results == {}
+        assert client.call_utility("echo", "mine", timeout=20) == "mine"
+        assert client.utility_results == {}
+
+
+def test_bc21_two_answers_to_one_call() -> None:
+    """The first one counts; the second reaches nobody, and no later call."""
+    with scripted_client() as client:
+        client.collective_rpc(answer_twice)
+        for number in range(100):
+            assert client.call_utility("echo", number) == number
+        waiters = [Waiter(partial(client.call_utility, "deferred", n, 0.1), again=False) for n in range(20)]
+        for number, waiter in enumerate(waiters):
+            waiter.join(DEADLOCK)
+            assert waiter.result == number
+        assert reader_of(client).is_alive()
+        assert client.utility_results == {}
