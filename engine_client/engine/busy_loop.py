@@ -21,6 +21,7 @@ utilities may come from elsewhere (a signal handler, an executor's thread), and 
 from __future__ import annotations
 
 import enum
+import os
 import selectors
 import time
 from collections import deque
@@ -31,6 +32,7 @@ from typing import Any, Final
 
 from engine_client.deadline import Deadline
 from engine_client.engine.front_end import FrontEnd
+from engine_client.errors import EngineDeadError
 from engine_client.interfaces import EngineCore
 from engine_client.ipc.status_page import StatusWriter
 from engine_client.ipc.user_main import decoding
@@ -217,8 +219,13 @@ class BusyLoop:
     def _drop(self, front_end: FrontEnd) -> None:
         """Let go of a front-end that left or does not read; the engine ends with its last one."""
         self._selector.unregister(front_end.channel.fileno())
+        fault = None if front_end.channel.hung_up else front_end.channel.fault
+        if fault is not None:  # the client finds this in what the engine has logged, since the channel is broken
+            front_end.log.error("what client %d sends cannot be read: %s", front_end.index, fault)
         self._engine.abort_requests(front_end.leave())
         if all(other.gone for other in self._front_ends):
+            if fault is not None:
+                self.fail(fault)
             self.request_shutdown("its client has gone")
 
     def _dispatch(self, front_end: FrontEnd, frame: Frame) -> None:
@@ -261,7 +268,7 @@ class BusyLoop:
         """Run a utility; SystemExit and its like pass through and end the loop."""
         call_id = frame.ref
         if self.state is not LoopState.RUNNING:
-            front_end.send_failure(call_id, RuntimeError("Server shutting down"))
+            front_end.send_failure(call_id, _shutting_down(front_end.rank))
             return
         try:
             if frame.flags & Flag.NEEDS_MAIN:
@@ -348,8 +355,13 @@ class BusyLoop:
         while self._answers:
             self._answer(*self._answers.popleft())
         for (_, call_id), (front_end, _) in list(self._deferred.items()):
-            front_end.send_failure(call_id, RuntimeError("Server shutting down"))
+            front_end.send_failure(call_id, _shutting_down(front_end.rank))
         self._deferred.clear()
         deadline = Deadline(_FLUSH_TIMEOUT)
         for front_end in self._front_ends:
             front_end.say_goodbye(self.reason, deadline)
+
+
+def _shutting_down(rank: int) -> EngineDeadError:
+    """Return what a call gets that this engine will not answer any more, though nothing is wrong with it."""
+    return EngineDeadError("Server shutting down", rank=rank, pid=os.getpid())

@@ -18,6 +18,7 @@ import pytest
 from engine_client import EngineConfig, FinishReason
 from engine_client.engine.busy_loop import BusyLoop, LoopState
 from engine_client.engine.front_end import FrontEnd
+from engine_client.errors import RemoteProtocolError
 from engine_client.interfaces import EngineContext
 from engine_client.ipc.arena import create_memory
 from engine_client.ipc.channel import Channel
@@ -221,7 +222,7 @@ def test_deferred_calls_that_are_cancelled_or_never_done_fail() -> None:
             futures.append(Future())
             return futures[-1]
 
-        r.loop._utilities = {"later": later}
+        r.loop._utilities = {"later": later}  # noqa: SLF001  # a utility of this test
         for call_id in (1, 2, 3):
             r.clients[0].send(encode_utility(call_id, "later", ()))
         eventually(lambda: len(futures) == 3, DEADLOCK)
@@ -311,6 +312,20 @@ def test_garbage_ends_that_channel_and_a_wrong_message_is_ignored() -> None:
         os.write(r.clients[0].fileno(), b"garbage" * 10)
         eventually(lambda: r.front_ends[0].gone, DEADLOCK)
         assert r.call("echo", 2, client=1) == 2
+
+
+def test_garbage_of_the_only_client_is_an_error_and_its_end_is_none() -> None:
+    """``run`` raises what was wrong with the stream; a client that dies inside a message has merely gone."""
+    with rig() as r:
+        os.write(r.clients[0].fileno(), b"garbage" * 10)
+        r.thread.join(DEADLOCK)
+        assert isinstance(r.error, RemoteProtocolError)
+    with rig() as r:
+        os.write(r.clients[0].fileno(), b"ECF1")
+        r.clients[0].close()
+        r.thread.join(DEADLOCK)
+        assert r.error is None
+        assert r.loop.reason == "its client has gone"
 
 
 def test_an_exception_of_a_step_ends_the_loop() -> None:

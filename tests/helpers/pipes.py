@@ -7,9 +7,12 @@ import os
 import signal
 import struct
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+from engine_client import SyncMPClient
+from engine_client.clients.link import EngineLink
 from engine_client.engine.front_end import FrontEnd
 from engine_client.ipc.channel import Channel
 from engine_client.protocol.framing import FrameReader, Kind, Segment, pack_prefix
@@ -21,6 +24,8 @@ __all__ = [
     "end_sending_at",
     "grow_until_told",
     "hold_channel",
+    "hold_reader",
+    "link_of",
     "note_peak_when_left",
     "promise",
     "send_garbage",
@@ -129,6 +134,17 @@ def hold_channel(core: object, new_session: bool = False) -> int:
         file_actions=[(os.POSIX_SPAWN_DUP2, channel_here().fileno(), 90)],
         setsid=new_session,
     )
+
+
+def link_of(client: SyncMPClient) -> EngineLink:
+    """Return the client's link to its engine."""
+    (link,) = client._session.links.values()
+    return link
+
+
+def hold_reader(client: SyncMPClient, go: threading.Event) -> None:
+    """Keep the client from reading until ``go`` is set."""
+    client._session._reader.call(go.wait)
 
 
 def write_raw(channel: Channel, data: bytes) -> None:
