@@ -23,7 +23,6 @@ copied and allocated, what is free.
 from __future__ import annotations
 
 import threading
-import weakref
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from typing import Any, Final, TypeVar
 from engine_client.errors import ClosedError
 from engine_client.ipc.arena_memory import create_memory
 from engine_client.ipc.arena_reader import ArenaReader
-from engine_client.ipc.arena_room import ArenaRoom, Block
+from engine_client.ipc.arena_room import Allocation, ArenaRoom, Block, Claim
 from engine_client.ipc.arena_table import (
     FREE,
     MAX_PARTIES,
@@ -54,23 +53,6 @@ _COPY_SLICE: Final = 4 << 20
 """Bytes copied at a time; a copy holds the GIL, and another thread's turn should come within a millisecond."""
 
 
-class _Claim:
-    """What a call has taken so far; made before it takes anything, so that all of it can be given back."""
-
-    __slots__ = ("block", "stamp")
-
-    def __init__(self) -> None:
-        self.block: Block | None = None
-        self.stamp = 0
-
-
-class _Allocation(weakref.ref[Any]):
-    """Tells when the last view of a local allocation is gone."""
-
-    address = 0  # until it is registered
-    block: Block
-
-
 class ArenaWriter:
     """The sending side of an arena; ends with ``close``.
 
@@ -87,7 +69,7 @@ class ArenaWriter:
         self._lock = threading.RLock()  # a signal handler may close the client inside of put
         # What must not wait for the lock; safe without it because appending to a deque and taking from it are atomic.
         self._orders: deque[tuple[Callable[[ArenaWriter, Any], None], Any]] = deque()
-        self._dropped: deque[_Allocation] = deque()
+        self._dropped: deque[Allocation] = deque()
         self._closed = False
         # -- guarded by _lock --
         self._busy = False
@@ -98,7 +80,7 @@ class ArenaWriter:
         self._slots_used = 0  # this slot and higher ones were never used
         self._generation = 0
         self._copying: set[Block] = set()  # being filled
-        self._allocations: dict[int, _Allocation] = {}  # by address
+        self._allocations: dict[int, Allocation] = {}  # by address
         self._fallbacks = 0
 
     # -- sending -------------------------------------------------------------------------------------------------------
@@ -109,7 +91,7 @@ class ArenaWriter:
         The segment must be sent to that reader, or given to ``cancel``.
         """
         self._check_party(party)
-        claim = _Claim()
+        claim = Claim()
         try:
             placed = self._exclusively(lambda: self._place_locked(claim, data.nbytes, party)) if data.nbytes else None
             if placed is None:
@@ -151,7 +133,7 @@ class ArenaWriter:
         import ctypes  # noqa: PLC0415  # loaded since the first allocation
 
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        claim = _Claim()
+        claim = Claim()
         try:
             return self._exclusively(lambda: self._publish_at_locked(claim, address, view.nbytes, party))
         except BaseException:
@@ -267,7 +249,7 @@ class ArenaWriter:
             self._mark_free_locked(slot)
         self._torn = False
 
-    def _place_locked(self, claim: _Claim, nbytes: int, party: int) -> tuple[Segment, Block, memoryview] | None:
+    def _place_locked(self, claim: Claim, nbytes: int, party: int) -> tuple[Segment, Block, memoryview] | None:
         """Publish a new block to copy into; the copy holds it too, until it ends.  Requires ``_lock``."""
         block = claim.block = self._take_locked(nbytes)
         if block is None or self._room.mapping is None:
@@ -288,7 +270,7 @@ class ArenaWriter:
             import ctypes  # noqa: PLC0415  # 2 ms that a process without allocations need not pay
 
             owner = make_owner(self._room.mapping, block.offset, nbytes)
-            allocation = _Allocation(owner, self._dropped.append)
+            allocation = Allocation(owner, self._dropped.append)
             allocation.address = ctypes.addressof(owner)
             allocation.block = block
             self._allocations[allocation.address] = allocation
@@ -303,7 +285,7 @@ class ArenaWriter:
         self._fallbacks += block is None
         return block
 
-    def _publish_at_locked(self, claim: _Claim, address: int, nbytes: int, party: int) -> Segment | None:
+    def _publish_at_locked(self, claim: Claim, address: int, nbytes: int, party: int) -> Segment | None:
         """Publish the part of an allocation that is at an address of this process.  Requires ``_lock``."""
         starts = sorted(self._allocations)
         index = bisect_right(starts, address) - 1
@@ -315,7 +297,7 @@ class ArenaWriter:
             return None
         return self._publish_locked(claim, block, block.offset + distance, nbytes, party)
 
-    def _publish_locked(self, claim: _Claim, block: Block, offset: int, nbytes: int, party: int) -> Segment | None:
+    def _publish_locked(self, claim: Claim, block: Block, offset: int, nbytes: int, party: int) -> Segment | None:
         """Fill a slot; None if all are in use.  Requires ``_lock``."""
         table = self._room.table
         if table is None or (not self._free_slots and self._slots_used == SLOTS):
@@ -359,7 +341,7 @@ class ArenaWriter:
             self._copying.discard(block)
             self._drop_locked(block)
 
-    def _take_back_locked(self, claim: _Claim) -> None:
+    def _take_back_locked(self, claim: Claim) -> None:
         """Give back what an interrupted call has taken.  Requires ``_lock``."""
         self._cancel_locked(claim.stamp)
         if claim.block is not None:

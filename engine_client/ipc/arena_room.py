@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 from engine_client.ipc.arena_blocks import PAGE, FreeBlocks, size_class, whole_pages
 from engine_client.ipc.arena_memory import describe_memory, memory_room, reserve
 from engine_client.ipc.arena_table import TABLE_SIZE, Table, map_memory, prefault
 
-__all__ = ["ArenaRoom", "Block"]
+__all__ = ["Allocation", "ArenaRoom", "Block", "Claim"]
 
 _STEP: Final = 1 << 20
 """Least number of bytes by which memory grows: first to ask how much there is costs 0.1 ms."""
@@ -38,6 +39,23 @@ class Block:
         self.offset = offset
         self.size = size
         self.holders = 1  # its maker
+
+
+class Claim:
+    """What a call has taken so far; made before it takes anything, so that all of it can be given back."""
+
+    __slots__ = ("block", "stamp")
+
+    def __init__(self) -> None:
+        self.block: Block | None = None
+        self.stamp = 0
+
+
+class Allocation(weakref.ref[Any]):
+    """Tells when the last view of a local allocation is gone."""
+
+    address = 0  # until it is registered
+    block: Block
 
 
 class ArenaRoom:
