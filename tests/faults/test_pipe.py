@@ -261,7 +261,7 @@ def test_bc63_killed_in_mid_frame(direction: str, holder: str) -> None:
 def test_bc63_killed_at_many_points(method: str) -> None:
     """The same at random points for every start method, in both directions and with every holder."""
     dice = random.Random(METHODS.index(method))
-    for position in positions(40, METHODS.index(method))[12:]:
+    for position in positions(26, METHODS.index(method))[12:]:
         direction, holder = dice.choice(["reply", "request"]), dice.choice(["nobody", "child", "daemon"])
         check_cut(pipe_client(start_method=method), direction, position, holder)
 
