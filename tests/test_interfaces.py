@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from engine_client import EngineConfig
-from engine_client import EngineCore as OwnEngineCore
+from engine_client import EngineConfig, EngineCore as OwnEngineCore
 from engine_client.interfaces import EngineContext, EngineCore, ProcessHandle
 from engine_client.ipc.handle import ChildHandle
 from engine_client.testing.executors import EchoExecutor

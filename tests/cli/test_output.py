@@ -9,8 +9,7 @@ import sys
 from types import ModuleType
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from engine_client.cli.output import Continuation, InOrder, LiveText, Progress, as_json, as_text, cut_at, write
 

@@ -67,7 +67,7 @@ def test_the_hand_over_of_several_ranks() -> None:
         EngineCoreReadyResponse(100, 20, 32, "address", "auto", "v", 1, 2, 640, 2.5),
         EngineCoreReadyResponse(150, 30, 32, "other", "auto", "v", 1, 2),
     ):
-        MPClient._apply_ready_response(client, response)  # type: ignore[arg-type]
+        MPClient._apply_ready_response(client, response)  # type: ignore[arg-type]  # noqa: SLF001  # the reference's
     cache = client.vllm_config.cache_config
     assert client.vllm_config.model_config.max_model_len == 100
     assert (cache.num_gpu_blocks, cache.block_size) == (60, 32)

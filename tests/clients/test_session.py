@@ -257,7 +257,7 @@ def test_an_engine_that_leaves_in_order_is_not_reported_as_a_crash(caplog: pytes
     with session() as (s, peer), caplog.at_level(logging.INFO, "engine_client.session"):
         peer.channel.send(encode_text(Kind.GOODBYE, "SIGTERM"))
         peer.link.handle.kill()
-        with pytest.raises(EngineDeadError, match="shut down.*SIGTERM"):
+        with pytest.raises(EngineDeadError, match=r"shut down.*SIGTERM"):
             s.get(DEADLOCK)
         eventually(lambda: bool(caplog.records), DEADLOCK)
         assert [r.levelno for r in caplog.records] == [logging.INFO]
@@ -383,7 +383,7 @@ def test_an_interrupt_leaves_alone_what_another_thread_is_waiting_for() -> None:
         got: list[Any] = []
         thread = threading.Thread(target=lambda: got.append(s.get(DEADLOCK)))
         thread.start()
-        eventually(lambda: s._consumer == thread.ident, DEADLOCK)
+        eventually(lambda: s._consumer == thread.ident, DEADLOCK)  # noqa: SLF001  # nothing else shows it
         s.interrupted()
         peer.channel.send(outputs({"a": key}, EngineCoreOutput("a", [1])))
         thread.join(DEADLOCK)
@@ -393,7 +393,7 @@ def test_an_interrupt_leaves_alone_what_another_thread_is_waiting_for() -> None:
 def test_an_interrupted_add_takes_its_request_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it was sent is not known, so it is aborted and its id is free."""
     with session() as (s, peer):
-        real = s._write
+        real = s._write  # noqa: SLF001  # to interrupt it
 
         def write(link: Any, frame: Frame) -> None:
             real(link, frame)
@@ -431,7 +431,8 @@ def test_a_forked_copy_refuses_and_harms_nothing() -> None:
         if pid == 0:
             code = 1
             try:
-                for call in (s.ensure_alive, lambda: s.get(0), lambda: s.call("x", ()), lambda: s.add(make_request("a"))):
+                request = make_request("a")
+                for call in (s.ensure_alive, lambda: s.get(0), lambda: s.call("x", ()), lambda: s.add(request)):
                     try:
                         call()
                     except ForeignProcessError as error:

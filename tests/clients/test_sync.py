@@ -23,7 +23,7 @@ from engine_client import (
     SerializationError,
 )
 from engine_client.testing.scripted import Script
-from helpers.clients import collect, make_request, pid_of, scripted_client
+from helpers.clients import collect, make_request, pid_of, scripted_client, session_of
 from helpers.procs import wait_gone
 from helpers.timing import took_at_most
 
@@ -50,7 +50,7 @@ def test_many_requests_each_get_their_own() -> None:
             client.add_request(make_request(f"r{index}", 1 + index % 7))
         for name, outputs in collect(client, 300).items():
             assert sum(len(output.new_token_ids) for output in outputs) == 1 + int(name[1:]) % 7
-        assert len(client._session.in_flight) == 0
+        assert len(session_of(client).in_flight) == 0
 
 
 def test_statistics_arrive_when_asked_for() -> None:
@@ -148,7 +148,7 @@ def test_a_bad_request_is_refused_in_the_call(change: dict[str, Any], error: typ
             setattr(request, name, value)
         with pytest.raises(error):
             client.add_request(request)
-        assert len(client._session.in_flight) == 0
+        assert len(session_of(client).in_flight) == 0
         client.add_request(make_request("a", 1))
         assert list(collect(client, 1)) == ["a"]
 
@@ -192,7 +192,7 @@ def test_abort_everything_strange_is_ignored() -> None:
 def test_get_output_and_utilities_take_timeouts() -> None:
     """A timeout raises TimeoutError and loses nothing; a late reply is dropped."""
     with scripted_client() as client:
-        with pytest.raises(TimeoutError, match="0.05"):
+        with pytest.raises(TimeoutError, match=r"0\.05"):
             client.get_output(timeout=0.05)
         with pytest.raises(TimeoutError, match="wait"):
             client.call_utility("wait", 0.4, timeout=0.05)

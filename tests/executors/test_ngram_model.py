@@ -10,8 +10,7 @@ import time
 from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from engine_client.executors.corpus import default_corpus
 from engine_client.executors.ngram_model import DISCOUNT, EOS, STRENGTH, VOCABULARY, NGramModel

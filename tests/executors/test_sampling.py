@@ -6,8 +6,7 @@ import math
 from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from engine_client.executors.sampling import adjust, best, check_params, draw, rank_tokens, seeded_uniform
 from engine_client.params import SamplingParams

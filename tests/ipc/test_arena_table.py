@@ -9,8 +9,7 @@ import os
 import sys
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from engine_client.ipc import arena_table
 from engine_client.ipc.arena_memory import create_memory, reserve

@@ -293,7 +293,7 @@ def test_a_forked_copy_closes_without_the_lock() -> None:
     """``close_after_fork`` needs no lock."""
     with pair() as (left, _):
         fd = left.fileno()
-        with left._lock:
+        with left._lock:  # noqa: SLF001  # as a thread that was sending at the moment of the fork
             left.close_after_fork()
             left.close_after_fork()
         with pytest.raises(OSError, match="Bad file"):

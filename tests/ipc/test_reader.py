@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from helpers.timing import DEADLOCK, eventually
 
 from engine_client.deadline import Deadline
 from engine_client.ipc.channel import Channel
 from engine_client.ipc.reader import ReaderThread
 from engine_client.protocol.framing import Kind
 from engine_client.protocol.wire import Frame
+from helpers.timing import DEADLOCK, eventually
 
 
 class Recorder:
