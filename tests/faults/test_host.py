@@ -165,7 +165,7 @@ with SyncMPClient(EngineConfig(), EchoExecutor, False, options=ClientOptions(sta
 # -- an interactive session --------------------------------------------------------------------------------------------
 
 
-@methods("spawn", "forkserver")
+@methods("spawn")
 def test_bc05_an_interactive_session(method: str, tmp_path: Path) -> None:
     """On a terminal, typed line by line, both engines work, Ctrl-C interrupts a wait only, and the end is silent."""
 
@@ -229,7 +229,7 @@ LONG = "/".join(["lang" * 50] * 4)
 
 
 @pytest.mark.parametrize("name", [LONG, "日本語 ü'\"$ x", "not text \udcff"], ids=["long", "non-ascii", "bytes"])
-@methods("spawn")
+@methods()
 def test_directories_of_any_name(name: str, method: str, tmp_path: Path) -> None:
     """Script, working directory and temporary directory may have any name; nothing of ours stays in any."""
     directory = tmp_path / name
@@ -244,7 +244,7 @@ def test_directories_of_any_name(name: str, method: str, tmp_path: Path) -> None
     assert os.listdir(temporary) == []
 
 
-@methods("spawn", "forkserver")
+@methods("forkserver")
 def test_a_temporary_directory_with_a_long_path(method: str, tmp_path: Path) -> None:
     """A temporary directory whose path is longer than a socket's may be (107 characters) is no obstacle."""
     temporary = tmp_path / ("t" * 100) / ("u" * 100)
@@ -277,9 +277,7 @@ for target, executor in ((TARGET, None), (ClientOptions.engine_target, EchoExecu
         client.collective_rpc(os_write)
         found.append(tokens(client))
 describe({str(tmp_path / "told")!r}, found=found)
-""".replace(
-        "import json\n", "from noise import os_write\n"
-    )
+""".replace("import json\n", "from noise import os_write\n")
     (tmp_path / "noise.py").write_text(
         "import os\ndef os_write(worker):\n    for fd in (1, 2):\n        os.write(fd, b'noise' * 1000)\n"
     )
@@ -297,7 +295,7 @@ describe({str(tmp_path / "told")!r}, found=found)
 
 
 @methods()
-@pytest.mark.parametrize("daemonic_by", ["spawn", pytest.param("forkserver", marks=pytest.mark.full), "fork"])
+@pytest.mark.parametrize("daemonic_by", ["spawn", *(pytest.param(m, marks=pytest.mark.full) for m in METHODS[2:])])
 def test_a_daemonic_process(daemonic_by: str, method: str, tmp_path: Path) -> None:
     """A daemonic process can have engines, though multiprocessing's methods must refuse; the refusal names the way."""
     source = f"""{USE}{OWN}

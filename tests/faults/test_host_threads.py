@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -168,7 +169,7 @@ logging.basicConfig()
 def log():
     while not over.is_set():
         with logging.getLogger().handlers[0].lock:
-            over.wait(0.0005)
+            over.wait(0.002)
 def load():
     while not over.is_set():
         for name in ("colorsys", "this_is_not_there", "sndhdr2", "wave"):
@@ -177,7 +178,7 @@ def load():
                 importlib.import_module(name)
             except ImportError:
                 pass
-        over.wait(0.0005)
+        over.wait(0.002)
 threads = [threading.Thread(target=run) for run in (log, load)]
 for thread in threads:
     thread.start()
@@ -205,7 +206,7 @@ print("well")
 """
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(97, marks=[pytest.mark.full, pytest.mark.slow])])
+@pytest.mark.parametrize("count", [7, pytest.param(97, marks=[pytest.mark.full, pytest.mark.stress, pytest.mark.slow])])
 def test_bc11_starts_in_a_busy_host(count: int, tmp_path: Path) -> None:
     """With threads that hold the logging lock and import in a loop every engine gets ready, without any warning."""
     result = run_as("script", BUSY, tmp_path, str(count), timeout=100 * SCALE)
@@ -269,24 +270,36 @@ def test_bc11_fork_on_request(tmp_path: Path) -> None:
 # -- times -------------------------------------------------------------------------------------------------------------
 
 
+def quickest(measure: Callable[[], float], bound: float, count: int) -> list[float]:
+    """Return the times of as many measurements as it takes to get below the bound: the machine is shared."""
+    times: list[float] = []
+    while len(times) < count and not (times and times[-1] < bound):
+        times.append(measure())
+    return times
+
+
 @pytest.mark.timing
-def test_a_client_is_ready_soon() -> None:
-    """With a trivial executor a client is ready less than 150 ms after the call (the best of eight)."""
-    source = """
+def test_a_client_is_ready_soon(tmp_path: Path) -> None:
+    """With a trivial executor a client is ready less than 150 ms after the call, the first of its process, too."""
+    # As for a user: compiled when they were first imported.
+    env = {"PYTHONDONTWRITEBYTECODE": None, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+
+    def measure() -> float:
+        return float(run_script(READY, flags=(), env=env).check().stdout)
+
+    measure()
+    times = quickest(measure, 0.150 * SCALE, 20)
+    assert min(times) < 0.150 * SCALE, times
+
+
+READY = """
 import time
 from engine_client import EngineConfig, SyncMPClient
 from engine_client.testing.executors import EchoExecutor
-times = []
-for _ in range(8):
-    began = time.perf_counter()
-    client = SyncMPClient(EngineConfig(), EchoExecutor, False)
-    times.append(time.perf_counter() - began)
-    client.shutdown()
-print(*times)
+began = time.perf_counter()
+with SyncMPClient(EngineConfig(), EchoExecutor, False):
+    print(time.perf_counter() - began)
 """
-    times = [float(word) for word in run_script(source, flags=()).check().stdout.split()]
-    assert len(times) == 8
-    assert min(times) < 0.150 * SCALE, times
 
 
 @pytest.mark.timing
@@ -299,12 +312,14 @@ began = time.perf_counter()
 import engine_client
 print(time.perf_counter() - began, *{"asyncio", "numpy", "torch", "multiprocessing"} & (set(sys.modules) - before))
 """
-    taken = []
-    for _ in range(5):
+
+    def measure() -> float:
         seconds, *heavy = run_script(source, flags=()).check().stdout.split()
         assert not heavy
-        taken.append(float(seconds))
-    assert min(taken) < 0.050 * SCALE, taken
+        return float(seconds)
+
+    times = quickest(measure, 0.050 * SCALE, 20)
+    assert min(times) < 0.050 * SCALE, times
 
 
 @methods()
