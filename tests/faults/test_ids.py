@@ -19,15 +19,13 @@ from engine_client.testing.faults import frozen
 from helpers.clients import channel_of, make_request, pid_of, scripted_client, session_of
 from helpers.inside import tables
 from helpers.procs import run_script
-from helpers.scenes import METHODS, client_of
+from helpers.scenes import client_of
 from helpers.timing import DEADLOCK, eventually, took_at_most
 
 LENGTH = 20
 NUMBER = 50
 
-kinds = pytest.mark.parametrize(
-    "kind", ["inproc", *[m if m == "exec" else pytest.param(m, marks=pytest.mark.full) for m in METHODS]]
-)
+kinds = pytest.mark.parametrize("kind", ["inproc", "exec", pytest.param("fork", marks=pytest.mark.full)])
 two_kinds = pytest.mark.parametrize("kind", ["exec", pytest.param("fork", marks=pytest.mark.full)])
 
 
