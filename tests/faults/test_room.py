@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from engine_client.testing.faults import frozen
 from helpers.clients import pid_of, scripted_client
-from helpers.payloads import MIB, arena_figures, pattern
+from helpers.payloads import MIB, arena_figures, channel_of, pattern
 from helpers.procs import ScriptResult, run_script
 from helpers.scenes import Waiter, methods
 from helpers.timing import eventually
-
-from engine_client.testing.faults import frozen
 
 pytestmark = pytest.mark.crash
 
@@ -75,7 +75,7 @@ KINDS = [
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("shm", ["absent", "64k", "1m", "readonly", "unwritable"])
 def test_bc06_bc09_whatever_dev_shm_is_payloads_travel(shm: str, kinds: str, tmp_path: Path) -> None:
-    """Without /dev/shm, or with one that is tiny or cannot be written, 3 MiB tensors go to and fro through every client."""
+    """Without /dev/shm, or with one that is tiny or cannot be written, 3 MiB tensors go through every client."""
     result = run_basics(f"sandbox.use({shm!r})", kinds, env={"TMPDIR": str(tmp_path)})
     assert result.stdout.endswith("done\n")
     assert os.listdir(tmp_path) == []
@@ -86,7 +86,7 @@ def test_bc06_bc09_whatever_dev_shm_is_payloads_travel(shm: str, kinds: str, tmp
 
 @pytest.mark.parametrize("kinds", KINDS)
 def test_bc09_no_semaphore_is_ever_made(kinds: str) -> None:
-    """Where semaphores, queues, pools, managers and shared blocks fail, and so does every look at /dev/shm, all works."""
+    """Where semaphores, queues, pools, managers, shared blocks and every look at /dev/shm fail, all works."""
     result = run_basics('sandbox.forbid("shm,semaphores")', kinds)
     assert result.stdout.endswith("done\n")
 
@@ -239,7 +239,7 @@ def test_bc06_the_engine_alone_runs_out(limit: int, method: str) -> None:
         for _ in range(3):
             assert np.array_equal(client.call_utility("echo", payload), payload)
         assert client.call_utility("echo", b"small") == b"small"
-        assert client._session.links[0].channel.in_memory == 3
+        assert channel_of(client).in_memory == 3
         [(used, capacity, _)] = client.collective_rpc(arena_figures)
         assert capacity <= limit
         assert used == 0
@@ -299,7 +299,7 @@ def _make_big(core: object, nbytes: int) -> Any:
     return result
 
 
-# -- BC-09: a frozen function -------------------------------------------------------------------------------------------
+# -- BC-09: a frozen function ------------------------------------------------------------------------------------------
 
 
 def _jump(core: object, seconds: float) -> None:

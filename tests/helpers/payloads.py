@@ -11,20 +11,32 @@ from typing import Any
 
 import numpy as np
 
-from engine_client import EngineCoreRequest, PoolingParams
+from engine_client import EngineCoreRequest, PoolingParams, SyncMPClient
+from engine_client.engine.busy_loop import BusyLoop
 from engine_client.engine.front_end import FrontEnd
 from engine_client.ipc import arena_reader
+from engine_client.ipc.arena import ArenaWriter
+from engine_client.ipc.channel import Channel
+from engine_client.protocol.framing import Segment
 from helpers.clients import make_request
 
 __all__ = [
+    "BAD_SEGMENTS",
+    "MIB",
     "Poison",
     "answer_with_checksum",
     "arena_figures",
+    "arenas_of",
     "break_mapping",
+    "channel_of",
+    "count_without_collecting",
+    "lie",
+    "lie_here",
     "pattern",
     "pool_request",
     "refuse_poison",
     "take_one_output",
+    "writer_of",
 ]
 
 MIB = 1 << 20
@@ -41,7 +53,13 @@ def pattern(seed: int, nbytes: int) -> Any:
 def pool_request(request_id: str, payload: Any, **fields: Any) -> EngineCoreRequest:
     """Return a request whose one output is its payload."""
     return make_request(
-        request_id, 1, None, prompt_embeds=payload, sampling_params=None, pooling_params=PoolingParams(task="embed"), **fields
+        request_id,
+        1,
+        None,
+        prompt_embeds=payload,
+        sampling_params=None,
+        pooling_params=PoolingParams(task="embed"),
+        **fields,
     )
 
 
@@ -103,6 +121,64 @@ def arena_figures(core: Any = None) -> tuple[int, int, int]:
     [front_end] = [value for value in gc.get_objects() if type(value) is FrontEnd]
     writer = front_end.channel._writer
     return writer.used, writer.capacity, writer._room.limit
+
+
+def writer_of(client: SyncMPClient) -> ArenaWriter:
+    """Return the memory that requests go through."""
+    assert client._session.writer is not None
+    return client._session.writer
+
+
+def channel_of(client: SyncMPClient) -> Channel:
+    """Return the pipe to the engine."""
+    return client._session.links[0].channel
+
+
+def arenas_of(client: SyncMPClient) -> tuple[int, int]:
+    """Return the descriptors of the memory for requests and for results."""
+    return writer_of(client)._room._fd, client._session.links[0].arena._fd
+
+
+def count_without_collecting(core: object) -> None:
+    """Add a utility that tells how much memory of results is taken, and have the engine collect no garbage."""
+    del core
+    gc.disable()
+    [loop] = [value for value in gc.get_objects() if type(value) is BusyLoop]
+    writer = loop._front_ends[0].channel._writer
+    loop._utilities = {**loop._utilities, "arena_used": lambda: writer.used}  # type: ignore[union-attr]
+
+
+BAD_SEGMENTS: dict[str, Callable[[Segment], Segment]] = {
+    "beyond the end": lambda s: s._replace(offset=1 << 40),
+    "longer than the memory": lambda s: s._replace(length=1 << 35),
+    "in the table": lambda s: s._replace(offset=0),
+    "negative length": lambda s: s._replace(length=-5),
+    "no such stamp": lambda s: s._replace(stamp=s.stamp + (1 << 24)),
+    "for another reader": lambda s: s._replace(stamp=s.stamp ^ (1 << 14)),
+    "sum overflows": lambda s: s._replace(offset=(1 << 63) - 1),
+}
+
+
+def lie(core: object, how: str) -> None:
+    """Have the engine send one segment that is not true."""
+    del core
+    [front_end] = [value for value in gc.get_objects() if type(value) is FrontEnd]
+    _lie_once(front_end.channel._writer, how)
+
+
+def lie_here(client: SyncMPClient, how: str) -> None:
+    """Have the client send one."""
+    _lie_once(writer_of(client), how)
+
+
+def _lie_once(writer: Any, how: str) -> None:
+    real = writer.put
+
+    def put(*args: Any) -> Any:
+        writer.put = real
+        return BAD_SEGMENTS[how](real(*args))
+
+    writer.put = put
 
 
 def break_mapping(core: Any, name: str, error: BaseException, numbers: Iterable[int] = (0,)) -> Callable[[], None]:

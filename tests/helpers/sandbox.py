@@ -74,7 +74,7 @@ def forbid(what: str) -> None:
     os.environ["FORBID"] = what
     os.environ["PYTHONPATH"] = FORBIDDING + os.pathsep + os.environ.get("PYTHONPATH", "")
     source = Path(FORBIDDING, "sitecustomize.py").read_text()
-    exec(compile(source, "sitecustomize.py", "exec"), {"__name__": "sitecustomize"})  # noqa: S102
+    exec(compile(source, "sitecustomize.py", "exec"), {"__name__": "sitecustomize"})
 
 
 def forget_memfd() -> None:

@@ -31,10 +31,24 @@ def _forbid_semaphores():
     _multiprocessing.SemLock = SemLock
     _posixshmem.shm_open = refuse
     multiprocessing.managers.BaseManager.start = refuse
-    for name in (
-        "Lock RLock Condition Semaphore BoundedSemaphore Event Barrier Queue JoinableQueue SimpleQueue Pool Manager "
-        "Value Array RawValue RawArray"
-    ).split():
+    for name in [
+        "Lock",
+        "RLock",
+        "Condition",
+        "Semaphore",
+        "BoundedSemaphore",
+        "Event",
+        "Barrier",
+        "Queue",
+        "JoinableQueue",
+        "SimpleQueue",
+        "Pool",
+        "Manager",
+        "Value",
+        "Array",
+        "RawValue",
+        "RawArray",
+    ]:
         setattr(multiprocessing.context.BaseContext, name, refuse)
 
 
