@@ -212,25 +212,27 @@ def test_bc03_a_host_below_a_shell_with_job_control(start: Callable[..., Host], 
 def test_bc03_a_copy_that_the_host_forked_does_not_keep_the_engine(start: Callable[..., Host]) -> None:
     """A copy of the host, forked where Python does not see it, holds every descriptor; the engine ends all the same."""
     copy = (
-        "import ctypes, threading, time\n"
+        "import ctypes, os, sys, threading, time\n"
         "def fork():\n"
-        "    time.sleep(0.7)\n"
+        "    while not os.path.exists(sys.argv[3]): time.sleep(0.01)\n"
         "    if ctypes.CDLL(None).fork() == 0: time.sleep(600)\n"
         "threading.Thread(target=fork, daemon=True).start()\n"
     )
     hosts = [start("exec", doing, then=copy) for doing in ("ready", "building", "native")]
     for host in hosts:
         host.wait_busy()
-    time.sleep(1.0)
-    before = [set(host.left()) for host in hosts]
+
+    def copies_of(host: Host) -> set[int]:
+        return set(host.left()) - {key.pid for key in host.keys} - {host.process.pid}
+
+    copies = [eventually(lambda host=host: copies_of(host)) for host in hosts]  # type: ignore[misc]
     for host in hosts:
         host.process.kill()
     began = time.monotonic()
-    for host, pids in zip(hosts, before, strict=True):
-        copies = pids - {key.pid for key in host.keys} - {host.process.pid}
-        assert len(copies) == 1, "there is to be a copy"
-        eventually(lambda pids=host.keys: all(is_zombie(key.pid) for key in pids), ORPHAN_BOUND)  # type: ignore[misc]
-        assert not any(map(is_zombie, copies)), "the copy is not ours to end"
+    for host, pids in zip(hosts, copies, strict=True):
+        assert len(pids) == 1
+        eventually(lambda keys=host.keys: all(is_zombie(key.pid) for key in keys), ORPHAN_BOUND)  # type: ignore[misc]
+        assert not any(map(is_zombie, pids)), "the copy is not ours to end"
     assert time.monotonic() - began < ORPHAN_BOUND
 
 
