@@ -95,6 +95,7 @@ def drive(method: str, doing: str, told: str) -> None:
     """Be a host with a client, until this process is killed; SIGUSR1 makes it call ``os._exit``."""
     from helpers.clients import make_request
 
+    signal.alarm(120)  # should the test itself be killed
     signal.signal(signal.SIGUSR1, lambda *_: os._exit(3))
     client = client_for(method, doing, told)
     client.collective_rpc("stray")
