@@ -44,7 +44,7 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "exceptions": {"exception_fields", "tracebacks"},
         "lifecycle": {"framing"},
         "tracebacks": {"exception_fields"},
-        "wire": {"codec", "framing"},
+        "wire": {"codec", "framing", "tracebacks"},
     },
     "ipc": {
         "arena": {"arena_memory", "arena_reader", "arena_room", "arena_table"},
@@ -63,7 +63,7 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "wakeup": {"descriptors"},
     },
     "engine": {
-        "busy_loop": {"front_end"},
+        "busy_loop": {"front_end", "utility_calls"},
         "control": {"executor", "pause", "profile", "scheduler"},
         "core": {"batch", "control", "executor", "intake", "limits", "request", "scheduler", "step_log"},
         "executor": {"batch"},
@@ -76,6 +76,7 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "request": {"batch", "kv_blocks", "stop"},
         "scheduler": {"batch", "kv_cache", "limits", "outbox", "queues", "request", "stop"},
         "step_log": {"batch"},
+        "utility_calls": {"front_end"},
     },
     "clients": {
         "endings": {"link"},

@@ -24,14 +24,13 @@ import enum
 import os
 import selectors
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from functools import partial
-from typing import Any, Final
+from typing import Final, TypeVar
 
 from engine_client.deadline import Deadline
 from engine_client.engine.front_end import FrontEnd
+from engine_client.engine.utility_calls import UtilityCalls
 from engine_client.errors import EngineDeadError
 from engine_client.interfaces import EngineCore
 from engine_client.ipc.status_page import StatusWriter
@@ -39,9 +38,11 @@ from engine_client.ipc.user_main import decoding
 from engine_client.ipc.wakeup import Wakeup
 from engine_client.messages import EngineCoreOutputs
 from engine_client.protocol.framing import Flag, Kind
-from engine_client.protocol.wire import PING, Frame, decode_add, decode_utility
+from engine_client.protocol.wire import Frame, decode_add, decode_utility
 
 __all__ = ["TRANSITIONS", "BusyLoop", "LoopState"]
+
+T = TypeVar("T")
 
 _IDLE_YIELD: Final = 0.001
 """Seconds to wait when a step had work and ran nothing, so that a waiting executor does not spin."""
@@ -105,10 +106,13 @@ class BusyLoop:
         self._backlog_limit = backlog_limit
         self._ensure_main = ensure_main
         self._look_around = look_around
-        self._utilities: Mapping[str, Callable[..., Any]] = {PING: lambda: None, **engine.utilities()}
         self._wakeup = Wakeup()
-        self._answers: deque[tuple[FrontEnd, int, Future[Any]]] = deque()
-        self._deferred: dict[tuple[int, int], tuple[FrontEnd, Future[Any]]] = {}
+        self._calls = UtilityCalls(
+            engine.utilities(),
+            decode=partial(self._decode, decode_utility),
+            before_reply=self._before_reply,
+            wakeup=self._wakeup.wakeup,
+        )
         self._drain = Deadline(None)
         self._failure: BaseException | None = None
         self._selector = selectors.DefaultSelector()
@@ -191,8 +195,7 @@ class BusyLoop:
             if front_end.channel.ended or self._holds_up_others(front_end):
                 self._drop(front_end)
         self._send_outputs(self._engine.take_outputs())
-        while self._answers:
-            self._answer(*self._answers.popleft())
+        self._calls.answer_ready()
 
     def _read_aborts(self) -> None:
         """Apply aborts that came during a step, before its outputs go out.
@@ -234,11 +237,26 @@ class BusyLoop:
         elif frame.kind == Kind.ABORT:
             self._engine.abort_requests(front_end.abort(frame))
         elif frame.kind == Kind.UTILITY:
-            self._call(front_end, frame)
+            if self.state is LoopState.RUNNING:
+                self._calls.run(front_end, frame)
+            else:
+                front_end.send_failure(frame.ref, _shutting_down(front_end))
         elif frame.kind == Kind.SHUTDOWN:
             self.request_shutdown("its client asked")
         else:
             front_end.log.warning("a %s message is not for an engine; ignored", Kind(frame.kind).name)
+
+    def _decode(self, decode: Callable[[Frame], T], frame: Frame) -> T:
+        """Decode a payload, with the client's main module at hand if it names objects of that."""
+        if frame.flags & Flag.NEEDS_MAIN:
+            self._ensure_main()
+        with decoding:
+            return decode(frame)
+
+    def _before_reply(self) -> None:
+        """Do what a utility's answer must not overtake: its outputs go out, and what it started is known."""
+        self._look_around()
+        self._send_outputs(self._engine.take_outputs())
 
     def _add(self, front_end: FrontEnd, frame: Frame) -> None:
         key = frame.ref
@@ -246,10 +264,7 @@ class BusyLoop:
             front_end.send_rejected(key)
             return
         try:
-            if frame.flags & Flag.NEEDS_MAIN:
-                self._ensure_main()
-            with decoding:
-                message = decode_add(frame)
+            message = self._decode(decode_add, frame)
             message.client_index = front_end.index
             front_end.register(key, message.request_id)
         except BaseException as error:  # noqa: BLE001  # the boundary of one request, whose own code ran: SystemExit, too
@@ -261,59 +276,6 @@ class BusyLoop:
         except Exception as error:  # noqa: BLE001  # as above
             front_end.forget(message.request_id)
             front_end.send_error(key, error)
-
-    # -- utilities -----------------------------------------------------------------------------------------------------
-
-    def _call(self, front_end: FrontEnd, frame: Frame) -> None:
-        """Run a utility; SystemExit and its like pass through and end the loop."""
-        call_id = frame.ref
-        if self.state is not LoopState.RUNNING:
-            front_end.send_failure(call_id, _shutting_down(front_end.rank))
-            return
-        try:
-            if frame.flags & Flag.NEEDS_MAIN:
-                self._ensure_main()
-            with decoding:
-                method, args = decode_utility(frame)
-        except BaseException as error:  # noqa: BLE001  # the arguments' own code ran; SystemExit in it ends nothing, either
-            front_end.send_failure(call_id, error)
-            return
-        try:
-            result = self._utility(method)(*args)
-        except Exception as error:  # noqa: BLE001  # the boundary of one call: its caller gets the error
-            front_end.send_failure(call_id, error)
-            return
-        self._look_around()
-        self._send_outputs(self._engine.take_outputs())
-        if isinstance(result, Future):
-            self._deferred[front_end.index, call_id] = front_end, result
-            result.add_done_callback(partial(self._on_done, front_end, call_id))
-        else:
-            front_end.send_result(call_id, result)
-
-    def _utility(self, method: str) -> Callable[..., Any]:
-        utility = self._utilities.get(method)
-        if utility is None:
-            raise AttributeError(f"the engine has no utility {method!r}; it has: {', '.join(sorted(self._utilities))}")
-        return utility
-
-    def _on_done(self, front_end: FrontEnd, call_id: int, future: Future[Any]) -> None:
-        """Note that a deferred utility is done; on whichever thread finished it."""
-        self._answers.append((front_end, call_id, future))
-        self._wakeup.wakeup()
-
-    def _answer(self, front_end: FrontEnd, call_id: int, future: Future[Any]) -> None:
-        if self._deferred.pop((front_end.index, call_id), None) is None or front_end.gone:
-            return
-        self._send_outputs(self._engine.take_outputs())
-        if future.cancelled():
-            front_end.send_failure(call_id, RuntimeError("the engine cancelled this call"))
-            return
-        error = future.exception()
-        if error is None:
-            front_end.send_result(call_id, future.result())
-        else:
-            front_end.send_failure(call_id, error)
 
     # -- stepping ------------------------------------------------------------------------------------------------------
 
@@ -352,16 +314,12 @@ class BusyLoop:
         """Abort what could not run on, fail what is deferred, and let the last words leave."""
         self._engine.abort_all()
         self._send_outputs(self._engine.take_outputs())
-        while self._answers:
-            self._answer(*self._answers.popleft())
-        for (_, call_id), (front_end, _) in list(self._deferred.items()):
-            front_end.send_failure(call_id, _shutting_down(front_end.rank))
-        self._deferred.clear()
+        self._calls.fail_all(_shutting_down)
         deadline = Deadline(_FLUSH_TIMEOUT)
         for front_end in self._front_ends:
             front_end.say_goodbye(self.reason, deadline)
 
 
-def _shutting_down(rank: int) -> EngineDeadError:
+def _shutting_down(front_end: FrontEnd) -> EngineDeadError:
     """Return what a call gets that this engine will not answer any more, though nothing is wrong with it."""
-    return EngineDeadError("Server shutting down", rank=rank, pid=os.getpid())
+    return EngineDeadError("Server shutting down", rank=front_end.rank, pid=os.getpid())

@@ -439,6 +439,7 @@ def _raise_foreign(worker: object) -> None:
     raise type("Foreign", (Exception,), {"__module__": "nowhere"})("only there")
 
 
+@pytest.mark.timing  # coverage itself loads multiprocessing in the engine
 def test_the_engine_has_the_client_s_environment() -> None:
     """Working directory, ``sys.path`` and ``argv`` are the client's; process group and session are its own."""
     import sys
