@@ -59,7 +59,7 @@ class EEPNotificationType(enum.Enum):
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended."""
+    """Why a request ended.  ``STOP`` is 0, so false: ask ``is None``, or ``EngineCoreOutput.finished``."""
 
     STOP = 0
     LENGTH = 1
