@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,12 @@ from engine_client import (
     EngineCoreReadyResponse,
     EngineDeadError,
     EngineStalledError,
+    SerializationError,
     SyncMPClient,
 )
 from engine_client.clients.mp import MPClient
 from engine_client.ipc.status_page import EngineState
+from engine_client.testing.executors import EchoExecutor
 from engine_client.testing.faults import frozen
 from engine_client.testing.scripted import Script
 from helpers.clients import pid_of, scripted_client
@@ -150,3 +153,16 @@ def test_a_config_that_cannot_be_sent_is_refused_before_anything_starts() -> Non
     config = EngineConfig(additional_config={"lock": threading.Lock()})
     with took_at_most(1.0), pytest.raises(TypeError, match="lock"):
         SyncMPClient(config, None, False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [("executor", "the executor class EchoExecutor"), ("configuration", "the configuration EngineConfig")],
+)
+def test_what_cannot_be_pickled_is_named(part: str, named: str) -> None:
+    """The error tells which part of what an engine is built from cannot be sent, and why; nothing was started."""
+    lock = threading.Lock()
+    executor = partial(EchoExecutor, lock) if part == "executor" else EchoExecutor
+    config = EngineConfig(additional_config={"lock": lock} if part == "configuration" else {})
+    with pytest.raises(SerializationError, match=f"{named} cannot be sent to an engine: TypeError.*lock"):
+        SyncMPClient(config, executor, False)

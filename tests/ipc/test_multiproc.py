@@ -318,9 +318,25 @@ class TestFork:
         try:
             with pytest.raises(RuntimeWarning, match="other threads"):
                 start("describe", "fork")
+            with pytest.warns(RuntimeWarning, match="other threads") as warned, started("describe", "fork") as child:
+                child.hear()
+            assert warned[0].filename.endswith("launched.py")  # what calls into this package
         finally:
             ended.set()
             thread.join()
+
+    def test_a_temporary_directory_with_a_long_path(self, tmp_path):
+        """The fork server gets a socket wherever temporary files are, and nothing stays there or in /tmp."""
+        directory = tmp_path / ("x" * 200)
+        directory.mkdir()
+        end = "from multiprocessing import util\n    print(util.get_temp_dir(), flush=True)"
+        script = tmp_path / "script.py"
+        script.write_text(f"{ASK}\nif __name__ == '__main__':\n    main()\n    {end}\n")
+        told, used = run_script(script, "forkserver", env={"TMPDIR": str(directory)}).check().stdout.split()
+        assert told == "well"
+        assert Path(used).parent == Path("/tmp")
+        assert not Path(used).exists()
+        assert os.listdir(directory) == []
 
 
 class TestFailure:

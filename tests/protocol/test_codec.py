@@ -264,6 +264,26 @@ def test_objects_of_main_go_by_name_and_are_noted(main_module):
     assert not dumps([1, Point(1), len, "__main__", b"__main__"]).needs_main
 
 
+def test_objects_of_main_that_its_name_no_longer_finds_go_by_value(main_module, monkeypatch):
+    """An object of before its cell ran again is not taken for one of the class that has its name now."""
+    old = main_module.Config
+    monkeypatch.setattr(main_module, "Config", type("Config", (), {"__module__": "__main__"}))
+    payload = dumps([old])
+    assert not payload.needs_main
+    assert carry(payload)[0] is not main_module.Config
+    assert dumps([main_module.Config]).needs_main
+
+
+def test_objects_of_a_main_that_was_run_again_are_noted(main_module, monkeypatch):
+    """In a child of multiprocessing the script's classes are those of ``__mp_main__``."""
+    monkeypatch.setitem(sys.modules, "__mp_main__", main_module)
+    monkeypatch.setattr(main_module.Config, "__module__", "__mp_main__")
+    for value in (main_module.Config, main_module.Config()):
+        payload = dumps(value)
+        assert payload.needs_main
+        assert b"__mp_main__" in payload.header
+
+
 def test_objects_of_a_session_go_by_value_where_cloudpickle_is_installed(main_module):
     """A fresh interpreter, which has no such names, can use them."""
     value = {"config": main_module.Config(), "function": main_module.function, "class": main_module.Config}
