@@ -110,17 +110,19 @@ class SyncMPClient(SyncUtilities, MPClient):
             EngineDeadError: the engine is dead.
         """
         me = get_ident()
-        call_id = 0
         try:
-            call_id = self._session.calls.new_id()
-            deadline = Deadline(check_timeout(timeout))
-            _, future = self._session.call(method, args, deadline, call_id)
-            return self._session.wait(future, deadline, f"the utility {method!r}")
+            return self._call_utility(method, args, Deadline(check_timeout(timeout)))
         except Exception:
             raise
         except BaseException:  # as in add_request
             self._session.interrupts.add(me)
             self._session.interrupted()
             raise
+
+    def _call_utility(self, method: str, args: tuple[Any, ...], deadline: Deadline) -> Any:
+        call_id = self._session.calls.new_id()
+        try:
+            _, future = self._session.call(method, args, deadline, call_id)
+            return self._session.wait(future, deadline, f"the utility {method!r}")
         finally:
             self._session.calls.discard(call_id)

@@ -19,8 +19,9 @@ import logging
 import os
 import threading
 from collections.abc import Iterable
-from concurrent.futures import Future, TimeoutError as FutureTimeoutError
+from concurrent.futures import Future
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 from engine_client.clients.calls import PendingCalls
@@ -67,7 +68,7 @@ class Traffic:
         self.max_model_len: int | None = None
         self.main_importable = True
         self._outputs = OutputQueue(self.in_flight, self._on_lost)
-        self._waiters: set[threading.Event] = set()  # one of each thread that waits for room
+        self._waiters: set[SimpleQueue[None]] = set()  # one of each thread that waits for room
         self._doomed: set[int] = set()  # keys to abort with the next frame, at the latest
         self._consumer = 0  # the thread that last asked for outputs
         self._logged: set[str] = set()  # kinds of strange things that were logged once
@@ -208,9 +209,12 @@ class Traffic:
             RemoteCallError: the reply cannot be decoded.
             Exception: what the utility raised.
         """
+        # Not future.result: an interrupt of its wait can end in an error about the lock of its condition.
+        done: SimpleQueue[Future[Frame]] = SimpleQueue()
+        future.add_done_callback(done.put)
         try:
-            frame = future.result(deadline.remaining())
-        except FutureTimeoutError:  # the builtin one only since 3.11
+            frame = done.get(timeout=deadline.remaining()).result(0)
+        except Empty:
             raise TimeoutError(f"{what} was not answered within {deadline.timeout:g} s") from None
         try:
             failed, value = decode_reply(frame)
@@ -246,20 +250,20 @@ class Traffic:
         """Wait while more than the high-water mark is queued; death and close end the wait."""
         if link.channel.backlog <= self.options.high_water or self._reader.is_current():
             return
-        waiter = threading.Event()
+        waiter: SimpleQueue[None] = SimpleQueue()  # an Event would not survive every interrupt, and this keeps all news
         try:
             self._waiters.add(waiter)
             while link.channel.backlog > self.options.high_water and self._ending is None:
-                if not waiter.wait(deadline.remaining()):
-                    raise TimeoutError(f"{link.title} reads nothing: no room within {deadline.timeout:g} s")
-                waiter.clear()  # before the next look, so that no news is lost
+                waiter.get(timeout=deadline.remaining())
+        except Empty:
+            raise TimeoutError(f"{link.title} reads nothing: no room within {deadline.timeout:g} s") from None
         finally:
             self._waiters.discard(waiter)
         self.ensure_alive()
 
     def _wake_waiters(self) -> None:
         for waiter in list(self._waiters):
-            waiter.set()
+            waiter.put(None)
 
     def _send(self, link: EngineLink, frame: Frame) -> None:
         if self._doomed:

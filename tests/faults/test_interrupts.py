@@ -30,7 +30,6 @@ from helpers.clients import collect, make_request, scripted_client
 method, what, rounds, signals, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
 rng = random.Random(seed)
 big = np.arange(1 << 20, dtype=np.uint8)
-signal.signal(signal.SIGALRM, lambda number, frame: shoot(number, frame))
 longest = {"get": 3e-3, "send": 2e-3, "call": 2e-3, "big call": 6e-3, "decode": 4e-3, "abort": 1e-3}[what]
 inside = 0
 shots = 0
@@ -43,6 +42,9 @@ def shoot(number, frame):
     if shots < signals:
         signal.setitimer(signal.ITIMER_REAL, rng.choice([1e-5, 1e-4, 1e-3]) * rng.random() + 1e-6)
     raise KeyboardInterrupt
+
+
+signal.signal(signal.SIGALRM, shoot)
 
 
 def until_interrupted(operation):
@@ -71,7 +73,7 @@ def until_interrupted(operation):
         return False
     frame, line = frames[-1]
     # Where a method begins it has done nothing yet: as if the interrupt had come just before it was called.
-    text = linecache.getline(frame.f_code.co_filename, line).strip()
+    text = linecache.getline(frame.f_code.co_filename, line or frame.f_code.co_firstlineno).strip()
     return frame is not where[0] or not text.startswith(("def ", "me = "))
 
 
@@ -183,10 +185,15 @@ OPERATIONS: dict[str, Callable[[SyncMPClient], Any]] = {
     "add": lambda client: client.add_request(make_request("x", 3)),
     "add big": lambda client: client.add_request(make_request("x", 3, None, prompt_embeds=BIG)),
     "call": lambda client: client.call_utility("echo", 1),
+    "call while others run": lambda client: client.call_utility("echo", 1),
     "big call": lambda client: client.call_utility("echo", BIG),
     "get": lambda client: client.get_output(timeout=DEADLOCK),
     "abort": lambda client: client.abort_requests(["running"]),
 }
+
+
+BEFORE = ("sync.py: get_output, its start", "sync.py: get_output, after get_ident", "sync.py: call_utility, its start")
+BEFORE += ("sync.py: call_utility, after get_ident",)
 
 
 @pytest.mark.parametrize("gap", [0, 1, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 3, 5, 8, 13))])
@@ -196,14 +203,15 @@ def test_bc50_an_interrupt_at_any_point_takes_the_whole_call_back(
 ) -> None:
     """Wherever an interrupt comes, and another a few points later: tables, memory and ids are as before the call."""
     do = OPERATIONS[operation]
-    with_request = operation in ("get", "abort")
+    with_request = operation in ("get", "abort", "call while others run")
 
     def prepare() -> None:
         if with_request:
             client.add_request(make_request("running", 10**6))
 
-    def check() -> None:
-        if with_request:  # one that comes as the first thing in a call has come before that call
+    def check(where: str) -> None:
+        # One that comes as the first thing in a call has come before that call; and no request is made by abort.
+        if where.startswith(BEFORE) or operation == "abort":
             client.abort_requests(["running"])
         check_clean(client)
 
@@ -220,8 +228,8 @@ def test_bc13_requests_of_other_threads_lose_nothing_to_an_interrupt(client: Syn
         thread.start()
         thread.join()
 
-    def check() -> None:
-        assert [(name, len(outputs)) for name, outputs in collect(client, 1).items()] == [("other", 3)]
+    def check(where: str) -> None:
+        assert [(name, len(outputs)) for name, outputs in collect(client, 1).items()] == [("other", 3)], where
         assert len(session_of(client).in_flight) == 0
 
     count = interrupt_everywhere(lambda: client.get_output(timeout=DEADLOCK), check, prepare)

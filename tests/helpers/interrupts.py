@@ -105,13 +105,13 @@ def interrupt_at(number: int, operation: Callable[[], Any], gap: int = 0) -> str
 
 
 def interrupt_everywhere(
-    operation: Callable[[], Any], check: Callable[[], Any], prepare: Callable[[], Any] = lambda: None, gap: int = 0
+    operation: Callable[[], Any], check: Callable[[str], Any], prepare: Callable[[], Any] = lambda: None, gap: int = 0
 ) -> int:
     """Interrupt an operation at every point that it has; return how many these are.
 
     Args:
         operation: takes the same way each time.
-        check: called after each interrupt; an AssertionError tells where that was.
+        check: called after each interrupt, with where that was.
         prepare: called before each.
         gap: points until a second interrupt, inside of what handles the first; 0: there is none.
     """
@@ -123,6 +123,6 @@ def interrupt_everywhere(
         if not where:
             return number - 1
         try:
-            check()
+            check(where)
         except AssertionError as error:
             raise AssertionError(f"after an interrupt at point {number}, {where}: {error}") from error

@@ -1005,9 +1005,9 @@ def test_an_interrupt_at_any_point_loses_no_block(arena, operation, gap):
     data = os.urandom(200_000)
     kept = []
 
-    def check():
+    def check(where="the end"):
         kept.clear()
-        assert writer.used == 0
+        assert writer.used == 0, where
         assert reader.lease(writer.put(memoryview(data))) == data
         assert writer.used == 0
 
