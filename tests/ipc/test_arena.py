@@ -929,7 +929,7 @@ def test_a_warm_put_is_as_fast_as_a_copy():
     copy()
     ratio = max(best_of(copy, 5) / best_of(put, 5) for _ in range(3))
     arena.close()
-    assert ratio > 0.7
+    assert ratio > 0.4  # generous: about 1 on a quiet machine
 
 
 @pytest.mark.timing
