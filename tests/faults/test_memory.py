@@ -31,9 +31,10 @@ from helpers.payloads import (
     answer_with_checksum,
     arena_figures,
     channel_of,
-    count_without_collecting,
     pattern,
     pool_request,
+    results_used,
+    stop_collecting,
     take_one_output,
     writer_of,
 )
@@ -212,7 +213,7 @@ def test_bc32_a_decode_that_fails_half_way(error: BaseException) -> None:
     """A message of two tensors that cannot be decoded raises its own error, either way, and releases both."""
     first, second = pattern(4, MIB), pattern(5, MIB)
     with scripted_client() as client:
-        client.collective_rpc(count_without_collecting)
+        client.collective_rpc(stop_collecting)
         kept = []
         for _ in range(3):
             with pytest.raises(RemoteCallError, match="decode") as caught:  # here
@@ -228,7 +229,7 @@ def test_bc32_a_decode_that_fails_half_way(error: BaseException) -> None:
             assert output.finish_reason is FinishReason.ERROR
             assert str(error) in output.stop_reason
         eventually(lambda: used(client) == 0, 2.0)  # though the errors are kept, and no collection is forced over there
-        assert client.call_utility("arena_used") == 0
+        assert client.collective_rpc(results_used) == [0]
         assert np.array_equal(client.call_utility("echo", first), first)
 
 
@@ -392,12 +393,13 @@ def test_bc36_a_reader_that_dies_with_a_segment() -> None:
     """What a dead engine held is given back once, with all the rest; blocks of the owner are still the owner's."""
     before = Inventory.take().mappings
     client = scripted_client()
-    client.collective_rpc(_hold_arguments)
+    client.collective_rpc(_hold_requests)
     block = client.allocate(MIB)
     block[:] = pattern(8, MIB)
     for number in range(5):
-        client.call_utility("echo", pattern(number, MIB))
-    client.call_utility("echo", block)
+        client.add_request(pool_request(str(number), pattern(number, MIB)))
+    client.add_request(pool_request("block", block))
+    assert len(collect(client, 6)) == 6
     assert used(client) >= 6 * MIB
     os.kill(pid_of(client), signal.SIGKILL)
     with pytest.raises(EngineDeadError):
@@ -412,16 +414,13 @@ def test_bc36_a_reader_that_dies_with_a_segment() -> None:
     assert Inventory.take().mappings - before == frozenset()
 
 
-def _hold_arguments(core: Any) -> None:
-    import engine_client.engine.busy_loop as module
+def _hold_requests(core: Any) -> None:
+    """Have the engine keep every request that it was sent."""
+    real = core.preprocess_add_request
+    core.held = []
 
-    del core
-    held = []
-    real = module.decode_utility
+    def preprocess(request: Any) -> Any:
+        core.held.append(request)
+        return real(request)
 
-    def decode(frame: Any) -> Any:
-        method, args = real(frame)
-        held.append(args)
-        return method, args
-
-    module.decode_utility = decode
+    core.preprocess_add_request = preprocess

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from engine_client import EngineCoreRequest, PoolingParams, SyncMPClient
-from engine_client.engine.busy_loop import BusyLoop
 from engine_client.engine.front_end import FrontEnd
 from engine_client.ipc import arena_reader
 from engine_client.ipc.arena import ArenaWriter
@@ -29,12 +28,13 @@ __all__ = [
     "arenas_of",
     "break_mapping",
     "channel_of",
-    "count_without_collecting",
     "lie",
     "lie_here",
     "pattern",
     "pool_request",
     "refuse_poison",
+    "results_used",
+    "stop_collecting",
     "take_one_output",
     "writer_of",
 ]
@@ -139,13 +139,17 @@ def arenas_of(client: SyncMPClient) -> tuple[int, int]:
     return writer_of(client)._room._fd, client._session.links[0].arena._fd
 
 
-def count_without_collecting(core: object) -> None:
-    """Add a utility that tells how much memory of results is taken, and have the engine collect no garbage."""
+def stop_collecting(core: object) -> None:
+    """Have the engine collect no garbage any more."""
     del core
     gc.disable()
-    [loop] = [value for value in gc.get_objects() if type(value) is BusyLoop]
-    writer = loop._front_ends[0].channel._writer
-    loop._utilities = {**loop._utilities, "arena_used": lambda: writer.used}  # type: ignore[union-attr]
+
+
+def results_used(core: object) -> int:
+    """Return, in the engine, how much of the memory for results is taken; collects no garbage."""
+    del core
+    [front_end] = [value for value in gc.get_objects() if type(value) is FrontEnd]
+    return front_end.channel._writer.used
 
 
 BAD_SEGMENTS: dict[str, Callable[[Segment], Segment]] = {
