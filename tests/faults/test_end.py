@@ -26,7 +26,7 @@ from engine_client.testing.executors import FailingInit
 from engine_client.testing.inventory import descendants
 from engine_client.testing.scripted import Script
 from helpers.clients import collect, make_request, pid_of, scripted_client
-from helpers.doomed import Ending, ignore_sigterm, late_reply, reply_to_nobody
+from helpers.doomed import Ending, ignore_sigterm, late_reply
 from helpers.fakes import several_engines
 from helpers.procs import run_script, wait_gone
 from helpers.scenes import METHODS, Waiter, client_of, interrupt_after, methods, record_logs
@@ -363,7 +363,6 @@ def test_bc26_a_dropped_in_process_client_is_shut_down(tmp_path: Path) -> None:
     client.add_request(make_request("a", 100))
     client.get_output()
     reference = weakref.ref(client)
-    del client
     gc.collect()
     assert reference() is None
     assert (tmp_path / "ended").read_text() == "begin end"
@@ -423,37 +422,38 @@ def test_bc26_dropped_elsewhere(where: str) -> None:
         wait_gone(pid, 1.0)
 
 
-class _OnReader(logging.Handler):
-    """Runs something once, on the reader's thread, which logs what it was sent and nobody has asked for."""
+@contextmanager
+def on_reader(client: SyncMPClient, action: Callable[[], Any]) -> Iterator[None]:
+    """Inside of the block something has been begun on the client's reader thread, which ends futures of calls."""
+    begun: list[str] = []
 
-    def __init__(self, action: Callable[[], Any]) -> None:
+    def act(_: object) -> None:
+        begun.append(threading.current_thread().name)
+        action()
+
+    caller = Waiter(partial(client.call_utility, "wait", 0.1), again=False)
+    (future,) = eventually(lambda: list(client.utility_results.values()))
+    future.add_done_callback(act)
+    try:
+        eventually(lambda: begun)
+        assert "reader" in begun[0]
+        yield
+    finally:
+        caller.join(20)
+
+
+class DropOnReader(logging.Handler):
+    """Drops something on the reader's thread, which logs a reply that nobody waits for."""
+
+    def __init__(self, holder: Holder) -> None:
         super().__init__(logging.WARNING)
-        self.action: Callable[[], Any] | None = action
+        self.holder = holder
         self.thread = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        action, self.action = self.action, None
-        if action is not None:
+        if hasattr(self.holder, "client"):
             self.thread = threading.current_thread().name
-            action()
-
-
-@contextmanager
-def on_reader(client: SyncMPClient, action: Callable[[], Any]) -> Iterator[_OnReader]:
-    """Inside of the block something runs, or has run, on the client's reader thread."""
-    logger = logging.getLogger("engine_client.session")
-    handler = _OnReader(action)
-    logger.addHandler(handler)
-    caller = Waiter(partial(client.collective_rpc, reply_to_nobody), again=False)
-    del client
-    try:
-        eventually(lambda: handler.thread)
-        assert "reader" in handler.thread
-        yield handler
-    finally:
-        logger.removeHandler(handler)
-        caller.call = lambda: None
-        caller.join(20)
+            del self.holder.client
 
 
 @pytest.mark.parametrize("whose", ["its own", "another"])
@@ -474,9 +474,8 @@ def test_bc26_collected_on_a_reader_thread(whose: str) -> None:
             assert other.call_utility("echo", 5) == 5
     else:
         logger = logging.getLogger("engine_client.session")
-        handler = _OnReader(drop)
-        logger.addHandler(handler)
-        with pytest.raises(TimeoutError):  # what comes back finds no caller: the client is then held by nothing else
+        logger.addHandler(handler := DropOnReader(holder))
+        with pytest.raises(TimeoutError):  # its own call is given up: the client is then held by the holder alone
             holder.client.call_utility("collective_rpc", late_reply, None, (), None, timeout=0.05)
         eventually(lambda: reference() is None)
         logger.removeHandler(handler)
@@ -504,43 +503,44 @@ def test_bc40_idle(method: str) -> None:
     assert max(times) < 1.0, times
 
 
-def _make_busy(client: SyncMPClient) -> None:
+def _make_busy(client: SyncMPClient, _: ExitStack) -> None:
     with pytest.raises(TimeoutError):
         client.call_utility("wait", 60, timeout=0.05)
 
 
-def _make_busy_with_the_gil(client: SyncMPClient) -> None:
+def _make_busy_with_the_gil(client: SyncMPClient, _: ExitStack) -> None:
     with pytest.raises(TimeoutError):
         client.call_utility("hold_gil", 60, timeout=0.05)
 
 
-def _make_busy_in_steps(client: SyncMPClient) -> None:
+def _make_busy_in_steps(client: SyncMPClient, _: ExitStack) -> None:
     client.call_utility("set_script", {"step_seconds": 60.0})
     client.add_request(make_request("a", 10))
     time.sleep(0.05)
 
 
-def _make_dead(client: SyncMPClient) -> None:
+def _make_dead(client: SyncMPClient, _: ExitStack) -> None:
     os.kill(pid_of(client), signal.SIGKILL)
 
 
-def _make_stopped(client: SyncMPClient) -> None:
+def _make_stopped(client: SyncMPClient, _: ExitStack) -> None:
     os.kill(pid_of(client), signal.SIGSTOP)
 
 
-def _make_stubborn(client: SyncMPClient) -> None:
+def _make_stubborn(client: SyncMPClient, _: ExitStack) -> None:
     client.collective_rpc(ignore_sigterm)
-    _make_busy(client)
+    _make_busy(client, _)
 
 
-def _make_full(client: SyncMPClient) -> None:
+def _make_full(client: SyncMPClient, stack: ExitStack) -> None:
     """Leave the engine with output that nobody takes: the client's reader is busy elsewhere."""
-    with on_reader(client, lambda: time.sleep(1.5)), pytest.raises(TimeoutError):
+    stack.enter_context(on_reader(client, lambda: time.sleep(4)))
+    with pytest.raises(TimeoutError):
         client.call_utility("echo", b"x" * (48 << 20), timeout=0.2)
 
 
 STATES = {
-    "idle": (lambda client: None, 0.5),
+    "idle": (lambda client, stack: None, 0.5),
     "dead": (_make_dead, 1.0),
     "busy": (_make_busy, None),
     "busy, holding the GIL": (_make_busy_with_the_gil, None),
@@ -558,21 +558,22 @@ def test_bc40_the_bound_holds_in_every_state(state: str, timeout: float, method:
     """Shutdown takes at most its timeout and a second, leaves nothing, and those who wait get an error by then."""
     client = scripted_client(Script(grandchildren=1), start_method=method, arena_limit=0)
     make, bound = STATES[state]
-    make(client)
-    waiters = [Waiter(client.get_output), Waiter(lambda: client.call_utility("deferred"))]
-    time.sleep(0.02)
-    with took_at_most(min(timeout + 1.0, bound or 100.0)):
-        client.shutdown(timeout)
-    ended = time.monotonic()
-    assert not descendants()
-    for waiter in waiters:
-        error = waiter.end(ended, 0.5)
-        # The second one: what an engine says that ends in order.
-        assert isinstance(error, EngineDeadError) or str(error) == "Server shutting down", error
-    with took_at_most(0.1):
-        client.shutdown(timeout)
-    with pytest.raises(EngineDeadError):
-        client.get_output()
+    with ExitStack() as stack:
+        make(client, stack)
+        waiters = [Waiter(client.get_output), Waiter(lambda: client.call_utility("deferred"))]
+        time.sleep(0.02)
+        with took_at_most(min(timeout + 1.0, bound or 100.0)):
+            client.shutdown(timeout)
+        ended = time.monotonic()
+        assert not descendants()
+        for waiter in waiters:
+            error = waiter.end(ended, 0.5)
+            # The second one: what an engine says that ends in order.
+            assert isinstance(error, EngineDeadError) or str(error) == "Server shutting down", error
+        with took_at_most(0.1):
+            client.shutdown(timeout)
+        with pytest.raises(EngineDeadError):
+            client.get_output()
 
 
 @pytest.mark.slow
@@ -595,7 +596,7 @@ def test_bc40_time_to_flush(timeout: float, complete: bool, tmp_path: Path, capl
 def test_bc40_from_two_threads_at_once() -> None:
     """Several threads may shut a client down at once; each returns within its own bound, when all is gone."""
     client = scripted_client()
-    _make_busy(client)
+    _make_busy(client, ExitStack())
     began = time.monotonic()
     waiters = [Waiter(lambda: client.shutdown(1.0), again=False) for _ in range(4)]
     for waiter in waiters:
@@ -606,7 +607,7 @@ def test_bc40_from_two_threads_at_once() -> None:
 def test_bc40_a_shorter_timeout_joins_in() -> None:
     """Who comes with a shorter timeout, while another waits with a long one, is not held up by it."""
     client = scripted_client()
-    _make_busy(client)
+    _make_busy(client, ExitStack())
     patient = Waiter(lambda: client.shutdown(30.0), again=False)
     time.sleep(0.2)
     with took_at_most(1.5):
@@ -640,7 +641,7 @@ def test_bc40_from_a_finalizer() -> None:
 def test_bc40_with_a_pending_interrupt(after: float) -> None:
     """Ctrl-C during a shutdown ends it at once: KeyboardInterrupt, and nothing is left."""
     client = scripted_client()
-    _make_busy(client)
+    _make_busy(client, ExitStack())
     with took_at_most(1.5 + after), pytest.raises(KeyboardInterrupt), interrupt_after(after):
         client.shutdown(30.0)
         time.sleep(30)

@@ -161,8 +161,9 @@ class FailsUnpicklably(EchoExecutor):
 )
 def test_bc01_an_exception_that_cannot_be_pickled(what: str, text: str) -> None:
     """Its type is named and its traceback is there as text, within 2 s, also if it is 50 MiB or has no text at all."""
+    # Through the pipe, which takes many reads.
     with took_at_most(2.0 if what != "huge" else 4.0), pytest.raises(StartupError, match=text) as caught:
-        client_of("exec", FailsUnpicklably, {"what": what})
+        client_of("exec", FailsUnpicklably, {"what": what}, arena_limit=0)
     assert "Traceback" in str(caught.value)
     assert "in __init__" in str(caught.value)
     assert len(str(caught.value)) < MIB
@@ -440,6 +441,43 @@ def test_bc19_one_rank_fails_while_the_others_load() -> None:
         time.sleep(0.3)
         with pytest.raises(StartupError, match="unique"):
             handshake.run()
+    assert not descendants()
+
+
+@pytest.mark.parametrize(
+    "acquire",
+    [
+        "mp.create_memory",
+        "mp.ArenaWriter",
+        "mp.Session",
+        "mp.launch_engine",
+        "start._pipe_pair",
+        "start.create_memory",
+        "start.StatusReader",
+        "start.ArenaReader",
+        "start.Channel",
+        "start.launch",
+        "start.EngineLink",
+    ],
+)
+def test_bc19_an_interrupt_right_after_something_was_acquired(acquire: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt that comes before what was just made has an owner leaves nothing of it."""
+    module, _, name = acquire.partition(".")
+    place = f"engine_client.clients.{module}.{name}"
+    real = getattr(importlib.import_module(f"engine_client.clients.{module}"), name)
+    interrupts = [signal.SIGINT]
+
+    def acquired(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        if interrupts:
+            os.kill(os.getpid(), interrupts.pop())
+            time.sleep(0.05)  # until it has arrived, on whichever thread
+        return result
+
+    acquired.prepare = getattr(real, "prepare", None)  # type: ignore[attr-defined]  # of StatusReader
+    monkeypatch.setattr(place, acquired)
+    with pytest.raises(KeyboardInterrupt):
+        scripted_client()
     assert not descendants()
 
 
