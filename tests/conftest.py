@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -23,6 +24,19 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("engine_client")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Offer ``--share``; see run_shares.py."""
+    parser.addoption("--share", metavar="K/N", default="1/1", help="run the K-th of N parts of the tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of other shares."""
+    part, parts = map(int, config.getoption("--share").split("/"))
+    mine = [zlib.crc32(item.nodeid.encode()) % parts == part - 1 for item in items]
+    config.hook.pytest_deselected(items=[item for item, keep in zip(items, mine, strict=True) if not keep])
+    items[:] = [item for item, keep in zip(items, mine, strict=True) if keep]
 
 
 @pytest.fixture(autouse=True)
