@@ -10,8 +10,27 @@ _FILES = ("open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remov
 
 
 def _hook(event, args):
-    if event in _FILES and args and isinstance(args[0], (str, bytes)) and os.fsdecode(args[0]).startswith("/dev/shm"):
+    if event in _FILES and args and _is_shm(args[0]):
         raise FileNotFoundError(2, "No such file or directory (forbidden)", args[0])
+
+
+def _is_shm(path):
+    return isinstance(path, (str, bytes)) and os.fsdecode(path).startswith("/dev/shm")
+
+
+def _forbid_looking():
+    """Refuse the looks that the audit hook is not told of."""
+    for name, answer in (("access", False), ("statvfs", None), ("stat", None)):
+        real = getattr(os, name)
+
+        def look(path, *args, real=real, answer=answer, **kwargs):
+            if not _is_shm(path):
+                return real(path, *args, **kwargs)
+            if answer is None:
+                raise FileNotFoundError(2, "No such file or directory (forbidden)", path)
+            return answer
+
+        setattr(os, name, look)
 
 
 def _forbid_semaphores():
@@ -54,5 +73,6 @@ def _forbid_semaphores():
 
 if os.environ.get("FORBID"):
     sys.addaudithook(_hook)
+    _forbid_looking()
     if "semaphores" in os.environ["FORBID"]:
         _forbid_semaphores()
