@@ -16,7 +16,17 @@ from engine_client import EngineDeadError, SyncMPClient
 from engine_client.testing.faults import frozen
 from engine_client.testing.scripted import Script
 from helpers.clients import channel_of, collect, make_request, pid_of, scripted_client
-from helpers.doomed import Gated, die_at, reply_to_nobody
+from helpers.doomed import (
+    Crash,
+    Gated,
+    Loud,
+    Spiteful,
+    break_shutdown,
+    die_at,
+    plant,
+    reply_to_nobody,
+    send_strays,
+)
 from helpers.scenes import Waiter, check_dead, client_of, methods, record_logs
 from helpers.timing import eventually
 
@@ -28,10 +38,6 @@ MIB = 1 << 20
 SIGNALS = {"sigkill": "SIGKILL(-9)", "sigsegv": "SIGSEGV(-11)"}
 ENDS = {**SIGNALS, "exit3": "exit code 3", "exit0": "exit code 0"}
 WAYS = [*ENDS, "system_exit", "step"]
-
-
-class Crash(Exception):
-    """Raised in engines."""
 
 
 def block_three(client: SyncMPClient, utility: Any) -> list[Waiter]:
@@ -223,33 +229,11 @@ def test_bc39_an_error_of_the_loop_reaches_everybody(size: int, caplog: pytest.L
     assert len(logged()) == 1
 
 
-class Spiteful(Exception):
-    """Cannot be told: whoever asks for its text ends the process."""
-
-    armed = False
-
-    def __str__(self) -> str:
-        if self.armed:
-            os._exit(9)
-        return "spiteful"
-
-    __repr__ = __str__
-
-
-class Loud(Exception):
-    """Fails again while it is reported."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("second failure")
-
-    __repr__ = __str__
-
-
 @pytest.mark.parametrize(("error", "text"), [(Spiteful(), "exit code 9"), (Loud(), "Loud")])
 def test_bc39_a_second_failure_while_the_first_is_reported(error: Exception, text: str) -> None:
     """An error that cannot be told, or that kills its teller, is still a death with a cause within 2 s."""
     client = scripted_client()
-    client.collective_rpc(_plant, args=(type(error),))
+    client.collective_rpc(plant, args=(type(error),))
     began = time.monotonic()
     caught = Waiter(client.get_output).end(began, DEATH_BOUND)
     assert type(caught) is EngineDeadError
@@ -257,28 +241,16 @@ def test_bc39_a_second_failure_while_the_first_is_reported(error: Exception, tex
     client.shutdown()
 
 
-def _plant(worker: Any, kind: type[Exception]) -> None:
-    kind.armed = True
-    worker.step_error = kind()
-
-
 def test_bc39_a_shutdown_that_fails_too() -> None:
     """When the engine's own shutdown raises after the loop has, the first error is the one that is told."""
     client = scripted_client()
-    client.collective_rpc(_break_shutdown)
+    client.collective_rpc(break_shutdown)
     began = time.monotonic()
     client.call_utility("fail_step", ValueError("the first"))
     error = Waiter(client.get_output).end(began, DEATH_BOUND)
     assert isinstance(error, EngineDeadError)
     assert "the first" in str(error)
     client.shutdown()
-
-
-def _break_shutdown(worker: Any) -> None:
-    def shutdown() -> None:
-        raise SystemExit("the second")
-
-    worker.shutdown = shutdown
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.002, 0.01])
@@ -299,34 +271,12 @@ def test_bc39_replies_that_nobody_has_asked_for(caplog: pytest.LogCaptureFixture
     logged = record_logs(caplog)
     with scripted_client(Script(step_seconds=0.001)) as client:
         client.add_request(make_request("a", 50))
-        client.collective_rpc(_send_strays)
-        client.collective_rpc(_send_strays)
+        client.collective_rpc(send_strays)
+        client.collective_rpc(send_strays)
         assert len(collect(client, 1)["a"]) == 50
         assert client.call_utility("echo", 5) == 5
         assert len(logged()) == 1, logged()
         assert "nobody" in logged()[0]
-
-
-def _send_strays(worker: Any) -> None:
-    real = worker.advance
-
-    def advance(running: Any) -> Any:
-        index, output = real(running)
-        worker.advance = real
-        for stray in (None, "unknown", 5):
-            worker.aborted.append(_Stray(stray))
-        return index, output
-
-    worker.advance = advance
-
-
-class _Stray:
-    """Stands in for an aborted request with a strange id."""
-
-    client_index = 0
-
-    def __init__(self, request_id: Any) -> None:
-        self.request_id = request_id
 
 
 def test_bc39_a_reply_to_no_call(caplog: pytest.LogCaptureFixture) -> None:

@@ -363,6 +363,7 @@ def test_bc26_a_dropped_in_process_client_is_shut_down(tmp_path: Path) -> None:
     client.add_request(make_request("a", 100))
     client.get_output()
     reference = weakref.ref(client)
+    del client
     gc.collect()
     assert reference() is None
     assert (tmp_path / "ended").read_text() == "begin end"

@@ -8,7 +8,6 @@ import math
 import os
 import signal
 import sys
-import threading
 import time
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -22,10 +21,11 @@ from engine_client import (
     RemoteCallError,
     StartupError,
 )
-from engine_client.testing.executors import EchoExecutor, FailingInit
+from engine_client.testing.executors import FailingInit
 from engine_client.testing.inventory import descendants
 from engine_client.testing.scripted import Script
 from helpers.clients import collect, make_request, scripted_client
+from helpers.doomed import FailsUnpicklably, Nest
 from helpers.fakes import several_engines
 from helpers.procs import run_script
 from helpers.scenes import METHODS, client_of, interrupt_after, methods
@@ -111,43 +111,6 @@ def test_bc01_a_python_that_cannot_start() -> None:
     result.check(stderr=None) if "Fatal" not in result.stderr else None
     assert result.returncode == 0, result.stderr
     assert not result.left
-
-
-class NeedsTwo(Exception):
-    """Cannot be rebuilt from its arguments."""
-
-    def __init__(self, one: object, *, two: object) -> None:
-        super().__init__(f"needs {one} and {two}")
-        self.lock = threading.Lock()
-
-    def __reduce__(self) -> Any:
-        raise TypeError("not me")
-
-
-class Unspeakable(Exception):
-    """Has no text."""
-
-    def __str__(self) -> str:
-        raise SystemExit("no text")
-
-
-class FailsUnpicklably(EchoExecutor):
-    """Raises what cannot be pickled, or what has no text."""
-
-    def __init__(self, vllm_config: Any) -> None:
-        super().__init__(vllm_config)
-        what = vllm_config.additional_config["what"]
-        if what == "unpicklable":
-            raise NeedsTwo("one", two="more")
-        if what == "local":
-
-            class Local(Exception):
-                pass
-
-            raise Local("only in the engine")
-        if what == "huge":
-            raise ValueError("begin " + "x" * 50 * MIB + " end")
-        raise Unspeakable
 
 
 @pytest.mark.parametrize(
@@ -373,25 +336,6 @@ def test_bc16_ready_in_the_moment_of_the_deadline() -> None:
 
 
 # -- BC-19 -------------------------------------------------------------------------------------------------------------
-
-
-class Nest(EchoExecutor):
-    """Starts two grandchildren, one of them in a session of its own, then does what it is told for a minute."""
-
-    def __init__(self, vllm_config: Any) -> None:
-        super().__init__(vllm_config)
-        from engine_client.testing.faults import hold_gil, start_grandchild
-
-        settings = vllm_config.additional_config
-        pids = [start_grandchild(), start_grandchild(new_session=True)]
-        if settings.get("stubborn"):
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        Path(settings["pids"]).write_text(" ".join(map(str, [os.getpid(), *pids])))
-        if settings.get("stopped"):
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if settings.get("gil"):
-            hold_gil(60)
-        time.sleep(60)
 
 
 def check_gone(path: Path) -> None:

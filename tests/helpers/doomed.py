@@ -5,15 +5,33 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from engine_client.engine.executor import Batch, ModelOutput
 from engine_client.testing.executors import EchoExecutor
-from engine_client.testing.faults import die
+from engine_client.testing.faults import die, hold_gil, start_grandchild
 
-__all__ = ["Ending", "Gated", "die_at", "ignore_sigterm", "late_reply", "reply_to_nobody", "spawn_forever", "wait_for"]
+__all__ = [
+    "Crash",
+    "Ending",
+    "FailsUnpicklably",
+    "Gated",
+    "Loud",
+    "NeedsTwo",
+    "Nest",
+    "Spiteful",
+    "break_shutdown",
+    "die_at",
+    "ignore_sigterm",
+    "late_reply",
+    "plant",
+    "reply_to_nobody",
+    "send_strays",
+    "wait_for",
+]
 
 _PATIENCE = 60.0
 
@@ -84,9 +102,115 @@ def late_reply(worker: object) -> None:
     reply_to_nobody(worker)
 
 
-def spawn_forever(worker: object) -> int:
-    """Start a child that ignores SIGTERM and sleeps for an hour; return its pid."""
-    del worker
-    from engine_client.testing.faults import start_grandchild
+class Crash(Exception):
+    """Raised in engines."""
 
-    return start_grandchild()
+
+class Spiteful(Exception):
+    """Cannot be told: whoever asks for its text ends the process."""
+
+    armed = False
+
+    def __str__(self) -> str:
+        if self.armed:
+            os._exit(9)
+        return "spiteful"
+
+    __repr__ = __str__
+
+
+class Loud(Exception):
+    """Fails again while it is reported."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("second failure")
+
+    __repr__ = __str__
+
+
+def plant(worker: Any, kind: type[Exception]) -> None:
+    kind.armed = True
+    worker.step_error = kind()
+
+
+def break_shutdown(worker: Any) -> None:
+    def shutdown() -> None:
+        raise SystemExit("the second")
+
+    worker.shutdown = shutdown
+
+
+def send_strays(worker: Any) -> None:
+    real = worker.advance
+
+    def advance(running: Any) -> Any:
+        index, output = real(running)
+        worker.advance = real
+        for stray in (None, "unknown", 5):
+            worker.aborted.append(Stray(stray))
+        return index, output
+
+    worker.advance = advance
+
+
+class Stray:
+    """Stands in for an aborted request with a strange id."""
+
+    client_index = 0
+
+    def __init__(self, request_id: Any) -> None:
+        self.request_id = request_id
+
+
+class NeedsTwo(Exception):
+    """Cannot be rebuilt from its arguments."""
+
+    def __init__(self, one: object, *, two: object) -> None:
+        super().__init__(f"needs {one} and {two}")
+        self.lock = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not me")
+
+
+class Unspeakable(Exception):
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise SystemExit("no text")
+
+
+class FailsUnpicklably(EchoExecutor):
+    """Raises what cannot be pickled, or what has no text."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        super().__init__(vllm_config)
+        what = vllm_config.additional_config["what"]
+        if what == "unpicklable":
+            raise NeedsTwo("one", two="more")
+        if what == "local":
+
+            class Local(Exception):
+                pass
+
+            raise Local("only in the engine")
+        if what == "huge":
+            raise ValueError("begin " + "x" * (50 << 20) + " end")
+        raise Unspeakable
+
+
+class Nest(EchoExecutor):
+    """Starts two grandchildren, one of them in a session of its own, then does what it is told for a minute."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        super().__init__(vllm_config)
+        settings = vllm_config.additional_config
+        pids = [start_grandchild(), start_grandchild(new_session=True)]
+        if settings.get("stubborn"):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        Path(settings["pids"]).write_text(" ".join(map(str, [os.getpid(), *pids])))
+        if settings.get("stopped"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if settings.get("gil"):
+            hold_gil(60)
+        time.sleep(60)
