@@ -1,15 +1,18 @@
-"""BC-15: a client and an engine that have nothing to do use no processor."""
+"""BC-15: a client and an engine that have nothing to do use no processor; and what an engine takes of memory."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from engine_client import EngineDeadError, SyncMPClient
+from engine_client import EngineConfig, EngineDeadError, SyncMPClient
+from engine_client.testing.executors import EchoExecutor
 from helpers.clients import collect, make_request, pid_of, scripted_client
 from helpers.timing import DEADLOCK, SCALE
 
@@ -102,3 +105,21 @@ def test_bc15_a_frozen_engine_does_not_keep_the_client_busy() -> None:
         assert after[0] - before[0] < 0.050 * SCALE
         assert after[1] - before[1] < 50
         collect(client, 1)
+
+
+def resident(pid: int) -> int:
+    """Return the bytes of memory that a process has in use."""
+    line = Path(f"/proc/{pid}/status").read_text(encoding="ascii").partition("VmRSS:")[2]
+    return int(line.split()[0]) * 1024
+
+
+def test_an_engine_takes_little_memory() -> None:
+    """With a trivial executor, less than 25 MB more than an interpreter that does nothing."""
+    bare = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        with SyncMPClient(EngineConfig(), EchoExecutor, False) as client:
+            client.add_request(make_request("a", 3))
+            collect(client, 1)
+            assert resident(pid_of(client)) - resident(bare.pid) < 25_000_000
+    finally:
+        bare.communicate(b"\n")
