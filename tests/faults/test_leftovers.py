@@ -93,9 +93,14 @@ def _cases() -> list[Any]:
     cases.append(("fall", "spawn", 40))
     cases += [
         pytest.param(end, method, 40, marks=pytest.mark.full)
-        for end in ENDS
-        for method in ("spawn", "forkserver", "fork")
-        if (end, method) != ("fall", "spawn")
+        for end, methods in (
+            ("shutdown", ["spawn"]),
+            ("fall", ["forkserver", "fork"]),
+            ("sigterm", ["spawn", "fork"]),
+            ("interrupt", ["forkserver"]),
+            ("sigkill", ["spawn", "forkserver", "fork"]),
+        )
+        for method in methods
     ]
     cases.append(pytest.param("fall", "exec", 500, marks=[pytest.mark.full, pytest.mark.slow]))
     return cases
@@ -112,8 +117,7 @@ def test_bc08_a_run_with_tensors_ends_without_a_word(end: str, method: str, coun
         assert first.endswith("died: SIGKILL(-9)")
         assert not [line for line in others if "KeyError" in line or "track" in line], others
     assert our_names() == set()
-    if (end, method) != ("sigterm", "forkserver"):  # there multiprocessing has no chance to remove its own socket
-        assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) == []
 
 
 def our_names() -> set[str]:
@@ -168,7 +172,7 @@ with scripted_client() as client:
 
 
 @pytest.mark.parametrize("memory", ["memfd", "file"])
-@pytest.mark.parametrize("count", [3, pytest.param(15, marks=[pytest.mark.full, pytest.mark.slow, pytest.mark.stress])])
+@pytest.mark.parametrize("count", [3, pytest.param(10, marks=[pytest.mark.full, pytest.mark.slow, pytest.mark.stress])])
 def test_bc46_both_sides_are_killed_at_once(count: int, memory: str, tmp_path: Path) -> None:
     """Client and engine killed together at random moments of a stream leave no name, no file and no process."""
     dice = random.Random(count)
