@@ -4,8 +4,8 @@
     python tests/run_shares.py 1/6 2/6 -- -m "not stress"      a third of them
 
 A share is fixed by the names of the tests.  Most tests wait for other processes most of the time, so two processes at
-once take little more than half of the time of one.  Output comes share by share; the exit status is the first that is
-not 0.
+once take little more than half of the time of one.  The first share's output comes as it is made, that of the others
+afterwards; the exit status is the last that is not 0.
 """
 
 from __future__ import annotations
@@ -13,33 +13,35 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from typing import IO
+
+
+def start(share: str, options: list[str], output: IO[bytes] | None) -> subprocess.Popen[bytes]:
+    """Start pytest on a share, with its output into a file or to where ours goes."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--share", share, *options]
+    return subprocess.Popen(command, stdout=output, stderr=None if output is None else subprocess.STDOUT)
 
 
 def main(arguments: list[str]) -> int:
     """Run the shares named before ``--`` with the pytest options behind it."""
     split = arguments.index("--") if "--" in arguments else len(arguments)
-    shares, options = arguments[:split], arguments[split + 1 :]
-    running: list[tuple[str, subprocess.Popen[bytes], IO[bytes]]] = []
-    try:
-        for share in shares:
-            output = tempfile.TemporaryFile()  # noqa: SIM115  # closed below, when its process has ended
-            command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--share", share, *options]
-            running.append((share, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT), output))
-        status = 0
-        for share, process, output in running:
+    first, *others = arguments[:split]
+    options = arguments[split + 1 :]
+    with ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in others]
+        processes = [start(first, options, None)]
+        processes += [start(share, options, file) for share, file in zip(others, files, strict=True)]
+        for process in processes:
+            stack.callback(process.terminate)  # does nothing when it has ended
+        status = processes[0].wait()
+        for share, process, file in zip(others, processes[1:], files, strict=True):
             status = process.wait() or status
-            output.seek(0)
             print(f"share {share}:", flush=True)
-            sys.stdout.buffer.write(output.read())
+            file.seek(0)
+            sys.stdout.buffer.write(file.read())
             sys.stdout.flush()
         return status
-    finally:
-        for _, process, output in running:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
-            output.close()
 
 
 if __name__ == "__main__":
