@@ -16,7 +16,6 @@ import tempfile
 from contextlib import ExitStack
 from typing import IO
 
-
 NO_TESTS = 5
 """Pytest's exit status when there was nothing to run."""
 
