@@ -63,6 +63,7 @@ class Session(Traffic):
         self._on_end = on_end
         self._reader = ReaderThread(self, f"engine-client-reader-{os.getpid()}")
         self._released = threading.Event()
+        self._reader_awaited = False
         self._running: set[int] = set()  # ranks whose process has not ended; reader thread only
         self._quiet = False
         self._releasing = False
@@ -138,6 +139,9 @@ class Session(Traffic):
             self.abandon(limit)
         if not self._reader.is_current():
             self._released.wait(limit.capped(JOIN_TIMEOUT))  # another thread may be at it
+            if not self._reader_awaited:  # once: it may be stuck in somebody's callback
+                self._reader_awaited = True
+                self._reader.stop(limit.capped(JOIN_TIMEOUT))  # it may have released all by itself, and be about to end
 
     def abandon(self, limit: Deadline | None = None) -> None:
         """Kill the engines and release everything, without a word to them; the reader is waited for up to a limit."""

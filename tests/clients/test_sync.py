@@ -22,6 +22,7 @@ from engine_client import (
     SamplingParams,
     SerializationError,
 )
+from engine_client.ipc.reader import ReaderThread
 from engine_client.testing.scripted import Script
 from helpers.clients import collect, make_request, pid_of, scripted_client, session_of
 from helpers.procs import wait_gone
@@ -452,3 +453,20 @@ def test_the_engine_has_the_client_s_environment() -> None:
         assert info["pid"] == info["group"] == info["session"] == pid_of(client)
         assert "asyncio" not in info["modules"]
         assert "multiprocessing" not in info["modules"]
+
+
+def test_after_a_shutdown_there_is_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When ``shutdown`` returns the reader has ended, also where a death had it release everything by itself."""
+    real = ReaderThread._release  # noqa: SLF001  # its last act
+
+    def slow(self: ReaderThread) -> None:
+        real(self)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(ReaderThread, "_release", slow)
+    before = set(threading.enumerate())
+    client = scripted_client()
+    with pytest.raises(EngineDeadError):
+        client.call_utility("die", "exit3")
+    client.shutdown()
+    assert set(threading.enumerate()) <= before
