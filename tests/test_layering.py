@@ -47,6 +47,7 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "wire": {"codec", "framing", "tracebacks"},
     },
     "ipc": {
+        "aside": {"latch"},
         "arena": {"arena_memory", "arena_reader", "arena_room", "arena_table"},
         "arena_memory": {"descriptors"},
         "arena_reader": {"arena_table"},

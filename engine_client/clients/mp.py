@@ -210,8 +210,8 @@ class MPClient(EngineCoreClient):
 
     @property
     def utility_results(self) -> dict[int, Any]:
-        """Return the pending utility calls: call id to future."""
-        return self._session.calls.futures
+        """Return the pending utility calls: call id to what becomes of the call (``Reply``, much like a future)."""
+        return self._session.calls.replies
 
     def ensure_alive(self) -> None:
         """Raise ``EngineDeadError`` if the engine is dead or the client closed."""
@@ -227,8 +227,8 @@ class MPClient(EngineCoreClient):
         deadline = Deadline(check_timeout(timeout))
         call_id = self._session.calls.new_id()
         try:
-            _, future = self._session.call(PING, (), deadline, call_id)
-            self._session.wait(future, deadline)
+            _, reply = self._session.call(PING, (), deadline, call_id)
+            self._session.wait(reply, deadline)
         except TimeoutError:
             doing = "; ".join(map(_describe, self.engine_status()))
             raise EngineStalledError(f"the engine is not responding: no answer within {timeout:g} s; {doing}") from None

@@ -30,6 +30,7 @@ from engine_client.config import ClientOptions, shutdown_grace
 from engine_client.deadline import Deadline
 from engine_client.errors import RemoteCallError, RemoteProtocolError
 from engine_client.ipc.arena import ArenaWriter
+from engine_client.ipc.latch import Latch
 from engine_client.ipc.process_group import ProcessGroup
 from engine_client.ipc.reader import ReaderThread, is_reader_thread
 from engine_client.protocol.framing import Flag, Kind
@@ -62,7 +63,7 @@ class Session(Traffic):
         self.cancel_exit_hook: Callable[[], object] = lambda: None
         self._on_end = on_end
         self._reader = ReaderThread(self, f"engine-client-reader-{os.getpid()}")
-        self._released = threading.Event()
+        self._released = Latch()
         self._reader_awaited = False
         self._running: set[int] = set()  # ranks whose process has not ended; reader thread only
         self._quiet = False

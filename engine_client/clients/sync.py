@@ -122,7 +122,7 @@ class SyncMPClient(SyncUtilities, MPClient):
     def _call_utility(self, method: str, args: tuple[Any, ...], deadline: Deadline) -> Any:
         call_id = self._session.calls.new_id()
         try:
-            _, future = self._session.call(method, args, deadline, call_id)
-            return self._session.wait(future, deadline, f"the utility {method!r}")
+            _, reply = self._session.call(method, args, deadline, call_id)
+            return self._session.wait(reply, deadline, f"the utility {method!r}")
         finally:
             self._session.calls.discard(call_id)

@@ -3,7 +3,7 @@
 ::
 
     caller ── add · abort · call ──▶ Traffic ── frame ──▶ Channel ──▶ engine
-    caller ◀── OutputQueue · futures ── Traffic ◀── ReaderThread ◀── engine
+    caller ◀── OutputQueue · replies ── Traffic ◀── ReaderThread ◀── engine
 
 An interrupt (Ctrl-C) may end a call between any two of its lines.  What a call leaves behind is therefore named before
 it exists (a key, a call id), so that it can be taken back from wherever the call got to.
@@ -19,12 +19,11 @@ import logging
 import os
 import threading
 from collections.abc import Iterable
-from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
-from engine_client.clients.calls import PendingCalls
+from engine_client.clients.calls import PendingCalls, Reply
 from engine_client.clients.endings import Ending, closed_ending, owner_of_fork
 from engine_client.clients.in_flight import InFlight, check_request
 from engine_client.clients.link import EngineLink
@@ -32,6 +31,7 @@ from engine_client.clients.outputs import OutputQueue
 from engine_client.config import ClientOptions
 from engine_client.deadline import Deadline
 from engine_client.errors import EngineDeadError, ForeignProcessError, LocalProtocolError, RemoteCallError
+from engine_client.ipc.latch import Latch
 from engine_client.ipc.reader import ReaderThread
 from engine_client.messages import EngineCoreOutputs
 from engine_client.protocol.batch import Columns, decode_columns
@@ -72,7 +72,7 @@ class Traffic:
         self._doomed: set[int] = set()  # keys to abort with the next frame, at the latest
         self._consumer = 0  # the thread that last asked for outputs
         self._logged: set[str] = set()  # kinds of strange things that were logged once
-        self._ended = threading.Event()
+        self._ended = Latch()
         self._ending: Ending | None = None
         self._closing = False
 
@@ -167,8 +167,8 @@ class Traffic:
         args: tuple[Any, ...],
         deadline: Deadline | None = None,
         call_id: int | None = None,
-    ) -> tuple[int, Future[Frame]]:
-        """Send a utility call; return its id and its future, for ``wait``.
+    ) -> tuple[int, Reply]:
+        """Send a utility call; return its id and its reply, for ``wait``.
 
         Args:
             method, args: what to call.
@@ -188,16 +188,16 @@ class Traffic:
         if call_id is None:
             call_id = self.calls.new_id()
         try:
-            _, future = self.calls.new(call_id)
+            _, reply = self.calls.new(call_id)
             self._send(link, encode_utility(call_id, method, args, main_importable=self.main_importable))
         except BaseException:
             self.calls.discard(call_id)
             raise
         if self._ending is not None:  # it died in between: whoever failed the table may have come before us
             self.calls.settle(call_id, error=self._ending.error())
-        return call_id, future
+        return call_id, reply
 
-    def wait(self, future: Future[Frame], deadline: Deadline, what: str = "a call") -> Any:
+    def wait(self, reply: Reply, deadline: Deadline, what: str = "a call") -> Any:
         """Wait for the reply to a call, decode it, and return its value.
 
         It is decoded by whoever waits for it and not by the reader: decoding may import modules, and the one who waits
@@ -209,13 +209,9 @@ class Traffic:
             RemoteCallError: the reply cannot be decoded.
             Exception: what the utility raised.
         """
-        # Not future.result: an interrupt of its wait can end in an error about the lock of its condition.
-        done: SimpleQueue[Future[Frame]] = SimpleQueue()
-        future.add_done_callback(done.put)
-        try:
-            frame = done.get(timeout=deadline.remaining()).result(0)
-        except Empty:
-            raise TimeoutError(f"{what} was not answered within {deadline.timeout:g} s") from None
+        if not reply.wait(deadline.remaining()):
+            raise TimeoutError(f"{what} was not answered within {deadline.timeout:g} s")
+        frame = reply.result()
         try:
             failed, value = decode_reply(frame)
         except KeyboardInterrupt:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Final, Generic, TypeVar
 
 from engine_client.deadline import Deadline
+from engine_client.ipc.latch import Latch
 
 __all__ = ["run_aside", "signals_blocked"]
 
@@ -33,7 +34,7 @@ class _Call(Generic[T]):
     def __init__(self, function: Callable[[], T]) -> None:
         self.function = function
         self.claim = threading.Lock()
-        self.done = threading.Event()
+        self.done = Latch()
         self.results: list[T] = []
         self.error: BaseException | None = None
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 
 import pytest
 
-from engine_client.clients.calls import PendingCalls
+from engine_client.clients.calls import PendingCalls, Reply
 from engine_client.errors import EngineDeadError
+from helpers.interrupts import interrupt_everywhere
+from helpers.timing import DEADLOCK
 
 
 def test_a_call_ends_with_its_result_or_its_error() -> None:
@@ -38,14 +41,54 @@ def test_a_reply_to_a_call_that_was_given_up_is_dropped() -> None:
     assert not calls.settle(waiting, result=1)
 
 
-def test_a_cancelled_future_does_not_disturb() -> None:
-    """Settling a call whose future was cancelled in this moment raises nothing."""
-    calls = PendingCalls()
-    for settle in (lambda i: calls.settle(i, result=1), lambda i: calls.fail_all(ValueError)):
-        call_id, future = calls.new()
-        assert future.cancel()
-        settle(call_id)
-        assert len(calls) == 0
+def test_a_reply_ends_once() -> None:
+    """The first end counts, whatever comes later; who asks late gets the same."""
+    reply = Reply()
+    assert "pending" in repr(reply)
+    with pytest.raises(TimeoutError):
+        reply.result(0)
+    reply.set_result(1)
+    reply.set_exception(ValueError())
+    reply.set_result(2)
+    assert reply.result() == 1
+    assert reply.exception() is None
+    assert "done" in repr(reply)
+
+
+def test_callbacks_are_called_once_each_and_may_fail(caplog: pytest.LogCaptureFixture) -> None:
+    """Those added before the end are called at it, those added later at once; one that raises stops none of them."""
+    reply, seen = Reply(), []
+
+    def fail(_: Reply) -> None:
+        raise SystemExit("not for you")
+
+    reply.add_done_callback(fail)
+    reply.add_done_callback(seen.append)
+    assert seen == []
+    reply.set_exception(KeyError("x"))
+    reply.add_done_callback(seen.append)
+    assert seen == [reply, reply]
+    assert "not for you" in caplog.text
+
+
+def test_an_interrupt_of_whoever_waits_leaves_the_reply_to_be_set() -> None:
+    """Wherever it comes: the thread that ends the call is not held up, and a second wait gets the result."""
+    reply = Reply()
+
+    def check(where: str) -> None:
+        other = Reply()
+        thread = threading.Thread(target=other.set_result, args=(where,))
+        thread.start()
+        assert other.result(DEADLOCK) == where
+
+    def wait() -> None:
+        with suppress(TimeoutError):
+            reply.result(0.001)
+
+    assert interrupt_everywhere(wait, check) > 5
+    reply.set_result(3)
+    assert interrupt_everywhere(lambda: reply.result(1), lambda _: None) > 2
+    assert reply.result() == 3
 
 
 def test_all_fail_each_with_an_error_of_its_own() -> None:

@@ -1,0 +1,53 @@
+"""An event that survives an interrupt of whoever waits for it.
+
+``threading.Event`` and ``concurrent.futures.Future`` wait under a condition, whose methods are written in Python.
+Ctrl-C between the line that takes its lock and the block that gives it back leaves the lock taken for good, and then
+the thread that sets the event, and serves others, waits for ever (met in practice: once in a few thousand interrupts).
+Here everything that must not be torn is one call of C code.
+
+Invariants: I7 (a wait can be interrupted, and has a timeout).
+
+Threads: everything may be called from any thread, any finalizer and any signal handler.
+"""
+
+from __future__ import annotations
+
+from queue import Empty, SimpleQueue
+
+__all__ = ["Latch"]
+
+
+class Latch:
+    """Is set once, and stays so."""
+
+    __slots__ = ("_is_set", "_waiters")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiters: set[SimpleQueue[None]] = set()  # one of each wait; copied and changed by one C call at a time
+
+    def __repr__(self) -> str:
+        return f"<Latch {'set' if self._is_set else 'open'}>"
+
+    def is_set(self) -> bool:
+        """Tell whether ``set`` was called."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Let all go on who wait, now or later."""
+        self._is_set = True
+        for waiter in list(self._waiters):
+            waiter.put(None)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set, at most ``timeout`` seconds; return whether it is."""
+        waiter: SimpleQueue[None] = SimpleQueue()
+        try:
+            self._waiters.add(waiter)  # before the look, so that whoever sets it in between finds the waiter
+            if not self._is_set:
+                waiter.get(timeout=timeout)
+        except Empty:
+            pass  # safe because the answer below says so
+        finally:
+            self._waiters.discard(waiter)
+        return self._is_set
