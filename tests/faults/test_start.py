@@ -7,6 +7,7 @@ import linecache
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
 from multiprocessing import resource_tracker
@@ -22,6 +23,7 @@ from engine_client import (
     StartupError,
 )
 from engine_client.testing.executors import FailingInit
+from engine_client.testing.faults import frozen
 from engine_client.testing.inventory import descendants
 from engine_client.testing.scripted import Script
 from helpers.clients import collect, make_request, scripted_client
@@ -314,6 +316,29 @@ def test_bc16_the_wall_clock_does_not_matter(monkeypatch: pytest.MonkeyPatch) ->
         client.check_health(10)
     with took_at_most(1.5), pytest.raises(TimeoutError):
         scripted_client(Script(start_seconds=60), ready_timeout=0.5)
+
+
+def test_bc16_a_host_that_is_suspended_meanwhile(tmp_path: Path) -> None:
+    """A host that sleeps through its own deadline finds READY when it wakes up, and has its client."""
+    source = """
+        import sys
+        from pathlib import Path
+        from helpers.clients import scripted_client
+        from engine_client.testing.scripted import Script
+
+        script = Script(progress=(("loading weights", 1, 9),), start_seconds=0.5)
+        tell = lambda *_: Path(sys.argv[1]).touch()
+        with scripted_client(script, ready_timeout=1.5, on_progress=tell) as client:
+            print(client.call_utility("echo", "OK"))
+        """
+
+    def suspend(process: subprocess.Popen[bytes]) -> None:
+        eventually((tmp_path / "loading").exists)
+        with frozen(process.pid):
+            time.sleep(2.0)
+
+    result = run_script(source, str(tmp_path / "loading"), started=suspend).check()
+    assert result.stdout == "OK\n"
 
 
 def test_bc16_ready_in_the_moment_of_the_deadline() -> None:
