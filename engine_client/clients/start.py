@@ -180,7 +180,8 @@ class Handshake:
                 selector.register(link.handle.sentinel, selectors.EVENT_READ, (link, "sentinel"))
             while self._waiting:
                 self._flush(selector)
-                events = selector.select(self._patience())
+                # A host that was stopped while it waited is told of nothing, if the time was over when it woke up.
+                events = selector.select(self._patience()) or selector.select(0)
                 for key, _ in sorted(events, key=lambda event: event[0].data[1]):  # channels before sentinels
                     self._serve(selector, *key.data)
                 self._fail_mute()
