@@ -15,7 +15,7 @@ from engine_client.ipc.exits import exit_name
 from engine_client.ipc.processes import memory_hint
 from engine_client.protocol.exception_fields import cut, text_of
 
-__all__ = ["Ending", "closed_ending", "death_of", "name_and_text", "owner_of_fork"]
+__all__ = ["Ending", "closed_ending", "death_of", "explain_exit", "name_and_text", "owner_of_fork"]
 
 _LONGEST_TEXT: Final = 65_536
 """Characters of an exception's text in a message; the exception itself has all of it."""
@@ -76,7 +76,7 @@ def death_of(link: EngineLink, exitcode: int | None, fault: BaseException | None
         return Ending(message, in_order=True, rank=link.rank, pid=link.pid, exit_name=name)
     parts = [f"{link.title} died: {_reason(cause, name, phase)}"]
     stacks = link.read_stacks()
-    if exitcode == -9:
+    if exitcode == -9 and cause is None:  # else it was us who killed what was left
         parts.append(memory_hint())
     if traceback:
         parts.append(f"Traceback in the engine:\n{traceback.rstrip()}")
@@ -97,8 +97,13 @@ def death_of(link: EngineLink, exitcode: int | None, fault: BaseException | None
 
 def _reason(cause: BaseException | None, name: str, phase: str) -> str:
     if cause is None:
-        return name
+        return explain_exit(name)
     return f"{name_and_text(cause)}{f' while {phase}' if phase else ''} ({name})"
+
+
+def explain_exit(name: str) -> str:
+    """Return how a process ended, and if that is not known, why it is not."""
+    return f"{name} (this process ignores SIGCHLD, or something in it reaps every child)" if name == "unknown" else name
 
 
 def name_and_text(error: BaseException) -> str:

@@ -270,6 +270,8 @@ class Session(Traffic):
             return
         link = self.links[rank]
         if link.handle.is_alive():
+            if link.last_words is None and fault is None:
+                fault = RemoteProtocolError("it closed its channel and did not end")
             self.group.kill_now()
         ending = death_of(link, link.handle.exitcode, fault)
         if self._end(ending):

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final
 
-from engine_client.clients.endings import name_and_text
+from engine_client.clients.endings import explain_exit, name_and_text
 from engine_client.clients.link import STARTING, EngineLink
 from engine_client.config import ClientOptions
 from engine_client.deadline import Deadline
@@ -291,7 +291,7 @@ class Handshake:
 
     def _exit_text(self, link: EngineLink) -> str:
         code = link.handle.exitcode
-        parts = [f"ended with {exit_name(code)} while {link.phase}, before it was ready"]
+        parts = [f"ended with {explain_exit(exit_name(code))} while {link.phase}, before it was ready"]
         if code == -9:
             parts.append(memory_hint())
         if self._options.start_method in ("spawn", "forkserver") and link.phase == STARTING:

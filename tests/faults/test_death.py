@@ -23,10 +23,12 @@ from helpers.doomed import (
     Spiteful,
     break_shutdown,
     die_at,
+    hang_up,
     plant,
     reply_to_nobody,
     send_strays,
 )
+from helpers.procs import run_script
 from helpers.scenes import Waiter, check_dead, client_of, methods, record_logs
 from helpers.timing import eventually
 
@@ -197,6 +199,59 @@ def test_bc02_grandchildren_end_with_the_engine() -> None:
     client.shutdown()
     for pid in pids:
         eventually(lambda pid=pid: not Path(f"/proc/{pid}").exists(), 2.0)
+
+
+def test_bc02_an_engine_that_hangs_up_and_lives_on() -> None:
+    """An engine that closes its channel and does not end is killed, and that is told."""
+    client = scripted_client()
+    began = time.monotonic()
+    waiter = Waiter(client.get_output)
+    with pytest.raises(EngineDeadError):
+        client.collective_rpc(hang_up)
+    error = waiter.end(began, DEATH_BOUND)
+    assert "closed its channel and did not end" in str(error)
+    assert "memory" not in str(error)
+    client.shutdown()
+
+
+@pytest.mark.parametrize("way", ["ignores SIGCHLD", "reaps every child"])
+def test_bc02_a_host_that_reaps_our_engine(way: str) -> None:
+    """Where the host takes the exit status away, a death is told as fast, with a status that is unknown and never 0."""
+    source = f"""
+        import os, signal, sys, threading, time
+        from engine_client import EngineDeadError, StartupError
+        from engine_client.testing.scripted import Script
+        from helpers.clients import pid_of, scripted_client
+        import logging
+        logging.getLogger("engine_client").setLevel(logging.CRITICAL + 1)
+
+        if {way!r} == "ignores SIGCHLD":
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        else:
+            def reap():
+                while True:
+                    try:
+                        os.waitpid(-1, 0)
+                    except ChildProcessError:
+                        time.sleep(0.0001)
+            threading.Thread(target=reap, daemon=True).start()
+
+        began = time.monotonic()
+        try:
+            scripted_client(Script(start_death="exit0"))
+        except StartupError as error:
+            print("exit code 0" in str(error) or "unknown" in str(error))
+        client = scripted_client()
+        os.kill(pid_of(client), signal.SIGKILL)
+        try:
+            client.get_output()
+        except EngineDeadError as error:
+            print("SIGKILL" in str(error) or "unknown" in str(error), "exit code 0" in str(error))
+        client.shutdown()
+        scripted_client().shutdown()
+        print(time.monotonic() - began < 4)
+        """
+    assert run_script(source).check().stdout == "True\nTrue False\nTrue\n"
 
 
 # -- BC-39 -------------------------------------------------------------------------------------------------------------
