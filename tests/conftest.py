@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import zlib
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -24,6 +25,15 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("engine_client")
+
+
+def pytest_configure() -> None:
+    """Undo what a shell does to jobs in the background, and nohup: signals that tests send must not be ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
