@@ -60,7 +60,7 @@ def block_three(client: SyncMPClient, utility: Any) -> list[Waiter]:
     return threads
 
 
-@methods("fork")
+@methods()
 @pytest.mark.parametrize("arena_limit", [0, 100 * MIB])
 @pytest.mark.parametrize("way", WAYS)
 def test_bc02_every_blocked_call_learns_of_every_death(

@@ -378,7 +378,7 @@ def _is_running(pid: str) -> bool:
         return False
 
 
-@methods("spawn", "forkserver")
+@methods()
 @pytest.mark.parametrize("nature", ["", "stubborn", "stopped", "gil"])
 def test_bc19_a_missed_deadline_leaves_nothing(nature: str, method: str, tmp_path: Path) -> None:
     """TimeoutError comes within timeout + 1 s, and by then engine and grandchildren are gone, whatever they resist."""
@@ -389,8 +389,17 @@ def test_bc19_a_missed_deadline_leaves_nothing(nature: str, method: str, tmp_pat
     start_again()
 
 
-@methods("spawn", "forkserver", "fork")
-@pytest.mark.parametrize("after", [0.0, 0.02, 0.1, 0.5, pytest.param(2.0, marks=pytest.mark.slow)])
+MOMENTS = (0.0, 0.02, 0.1, 0.5, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("after", "method"),
+    [
+        pytest.param(after, method, marks=[] if method == "exec" or after == 0.1 else [pytest.mark.full])
+        for after in MOMENTS
+        for method in METHODS
+    ],
+)
 def test_bc19_an_interrupt_leaves_nothing(after: float, method: str, tmp_path: Path) -> None:
     """KeyboardInterrupt leaves the constructor within 2 s, and nothing is left, however early it came."""
     began = time.monotonic()
