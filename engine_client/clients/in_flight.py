@@ -162,12 +162,6 @@ class InFlight:
             self._settle()
             return [key for key, owner in self._owners.items() if owner == me]
 
-    def clear(self) -> None:
-        """Forget everything."""
-        with self._lock:
-            for key in list(self._ids):
-                self.discard(key)
-
     def outputs(self, columns: Columns) -> EngineCoreOutputs:
         """Turn a batch into outputs of the requests still in flight, and forget those that it finishes.
 

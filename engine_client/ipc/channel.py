@@ -331,8 +331,9 @@ class Channel:
         buffers: list[memoryview] = []
         try:
             for segment in raw.segments:
-                view = next(inline) if segment.offset < 0 else self._lease(segment)
-                buffers.append(view)  # what was leased before a failure must be known
+                # No comprehension, because what was leased before a failure must be known; and no variable either,
+                # which would keep the last one for as long as somebody keeps the error.
+                buffers.append(next(inline) if segment.offset < 0 else self._lease(segment))  # noqa: PERF401 (see above)
         except (RemoteProtocolError, OSError, MemoryError) as error:
             if self._arena_reader is not None:
                 for segment in raw.segments[len(buffers) :]:

@@ -128,3 +128,28 @@ def test_threads_that_fail_and_settle_at_once_end_each_future_once() -> None:
             thread.join()
         assert errors == []
         assert all(future.done() for _, future in made)
+
+
+def test_an_interrupt_inside_of_a_callback_passes() -> None:
+    """It is that of the thread which added the callback to a reply that has ended; other callbacks come all the same."""
+    reply, seen = Reply(), []
+    reply.set_result(1)
+
+    def interrupt(_: Reply) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        reply.add_done_callback(interrupt)
+    reply.add_done_callback(seen.append)
+    assert seen == [reply]
+
+
+def test_a_call_can_be_discarded_by_the_id_that_it_will_have() -> None:
+    """Before, while and after it is registered."""
+    calls = PendingCalls()
+    call_id = calls.new_id()
+    calls.discard(call_id)
+    assert calls.new(call_id)[0] == call_id
+    calls.discard(call_id)
+    assert len(calls) == 0
+    assert not calls.settle(call_id, result=1)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+from array import array
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
-from engine_client.clients.in_flight import InFlight
+from engine_client.clients.in_flight import InFlight, check_request
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from engine_client.protocol.batch import encode_outputs
+from helpers.clients import make_request
 from helpers.transport import columns_of
 
 
@@ -94,3 +98,66 @@ def test_the_table_agrees_with_a_model(steps: list[tuple[str, str]]) -> None:
             del model[name]
         assert len(table) == len(model)
         assert sorted(table.mine()) == sorted(model.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"request_id": None}, TypeError),
+        ({"request_id": ""}, ValueError),
+        ({"prompt_token_ids": None}, ValueError),
+        ({"prompt_token_ids": []}, ValueError),
+        ({"prompt_token_ids": ["x"]}, TypeError),
+        ({"prompt_token_ids": [1.5]}, TypeError),
+        ({"prompt_token_ids": [-1]}, ValueError),
+        ({"prompt_token_ids": [1 << 32]}, ValueError),
+        ({"prompt_token_ids": b"abcd"}, TypeError),
+        ({"prompt_token_ids": bytearray(4)}, TypeError),
+        ({"prompt_token_ids": "abcd"}, TypeError),
+        ({"prompt_token_ids": {1, 2}}, TypeError),
+        ({"prompt_token_ids": {1: 2}}, TypeError),
+        ({"prompt_token_ids": 7}, TypeError),
+        ({"prompt_token_ids": [1] * 11}, ValueError),
+        ({"sampling_params": None}, ValueError),
+        ({"sampling_params": "greedy"}, TypeError),
+        ({"sampling_params": None, "pooling_params": 3}, TypeError),
+        ({"priority": "high"}, TypeError),
+        ({"arrival_time": "now"}, TypeError),
+        ({"cache_salt": 5}, TypeError),
+        ({"trace_headers": [1]}, TypeError),
+        ({"data_parallel_rank": "0"}, TypeError),
+    ],
+)
+def test_a_field_that_cannot_be_served_is_named(change: dict[str, Any], error: type[Exception]) -> None:
+    """A wrong type is a TypeError, a wrong value a ValueError, before anything is sent."""
+    request = make_request("a", 1)
+    for name, value in change.items():
+        setattr(request, name, value)
+    with pytest.raises(error):
+        check_request(request, 10)
+
+
+def test_a_prompt_becomes_numbers_of_four_bytes() -> None:
+    """Any sequence of integers will do; embeddings alone are a prompt without numbers; without a limit any length."""
+    for prompt in ([1, 2], (1, 2), range(1, 3), array("B", [1, 2])):
+        assert check_request(make_request("a", 1, prompt), 10) == array("I", [1, 2])
+    request = make_request("a", 1, None, prompt_embeds=[0.5])
+    assert check_request(request, 10) is None
+    assert len(check_request(make_request("a", 1, range(1, 50)), None) or ()) == 49
+    for missing in ("prompt_token_ids", "sampling_params"):
+        with pytest.raises(ValueError, match="has n"):
+            check_request(SimpleNamespace(**{**vars(make_request("a", 1)), missing: None}), 10)
+    with pytest.raises(TypeError, match="request_id"):
+        check_request(SimpleNamespace(), 10)
+
+
+def test_outputs_that_nobody_got_can_be_taken_back() -> None:
+    """After ``undo_outputs`` the same batch says the same again."""
+    table = InFlight()
+    batch = columns({"a": table.add("a")}, EngineCoreOutput("a", [1], finish_reason=FinishReason.STOP))
+    first = table.outputs(batch)
+    table.undo_outputs(batch)
+    assert len(table) == 1
+    assert table.outputs(batch).outputs == first.outputs
+    assert len(table) == 0
+    assert table.outputs(batch).outputs == []

@@ -470,3 +470,28 @@ def test_after_a_shutdown_there_is_no_thread(monkeypatch: pytest.MonkeyPatch) ->
         client.call_utility("die", "exit3")
     client.shutdown()
     assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("name", ["add", "get", "call"])
+def test_an_interrupt_undoes_what_its_thread_has_in_flight(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """KeyboardInterrupt reaches the caller, and the next calls see nothing of the requests that were running."""
+    with scripted_client(Script(step_seconds=0.001)) as client:
+        client.add_request(make_request("running", 100_000))
+        client.get_output(timeout=20)
+        calls = {
+            "add": lambda: client.add_request(make_request("late")),
+            "get": client.get_output,
+            "call": lambda: client.call_utility("echo", 1),
+        }
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(session_of(client), name, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                calls[name]()
+        assert len(session_of(client).in_flight) == 0
+        client.add_request(make_request("running", 2))
+        assert [len(outputs) for outputs in collect(client, 1).values()] == [2]
+        assert client.call_utility("info")["requests"] == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +11,19 @@ from typing import Any
 
 import pytest
 
-from engine_client import ClientOptions, EngineDeadError
+from engine_client import (
+    ClientOptions,
+    ClosedError,
+    EngineDeadError,
+    FinishReason,
+    ForeignProcessError,
+    RemoteCallError,
+)
 from engine_client.clients.session import Session
 from engine_client.deadline import Deadline
 from engine_client.errors import LocalProtocolError
+from engine_client.messages import EngineCoreOutput, EngineCoreOutputs
+from engine_client.protocol.batch import encode_outputs
 from engine_client.protocol.framing import Kind
 from engine_client.protocol.wire import Frame, decode_abort, encode_reply
 from helpers.clients import make_request
@@ -134,3 +145,117 @@ def test_aborting_after_the_end_is_quiet_and_leaves_no_work() -> None:
         s.abort(["a"])
         s.interrupted()
         assert len(s.in_flight) == 0
+
+
+class Bomb:
+    """Raises SystemExit when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return exit, ()
+
+
+def test_replies_become_values_or_errors_where_they_are_waited_for() -> None:
+    """A value, an exception, what is no plain exception, and what cannot be decoded: each ends its own call."""
+    with session() as (s, peer):
+
+        def call(reply: Any, error: BaseException | None = None, frame: Frame | None = None) -> Any:
+            call_id, waiting = s.call("x", ())
+            peer.channel.send(frame._replace(ref=call_id) if frame else encode_reply(call_id, reply, error))
+            return s.wait(waiting, Deadline(DEADLOCK))
+
+        assert call({1, 2}) == {1, 2}
+        with pytest.raises(KeyError, match="theirs"):
+            call(None, KeyError("theirs"))
+        with pytest.raises(RemoteCallError, match="SystemExit: 3"):
+            call(None, SystemExit(3))
+        with pytest.raises(RemoteCallError, match="cannot be decoded: SystemExit"):
+            call(Bomb())
+        with pytest.raises(RemoteCallError, match="cannot be decoded: UnpicklingError"):
+            call(None, frame=Frame(Kind.REPLY, 0, 0, b"no pickle"))
+        _, waiting = s.call("never answered", ())
+        with pytest.raises(TimeoutError, match=r"the thing was not answered within 0\.01 s"):
+            s.wait(waiting, Deadline(0.01), "the thing")
+
+
+def test_an_interrupt_while_a_reply_is_decoded_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the caller's own."""
+    with session() as (s, peer):
+        call_id, waiting = s.call("x", ())
+        peer.channel.send(encode_reply(call_id, 1))
+        monkeypatch.setattr("engine_client.clients.traffic.decode_reply", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            s.wait(waiting, Deadline(DEADLOCK))
+
+
+def test_a_request_that_cannot_be_sent_is_not_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a wrong rank, a value that cannot be pickled, and an interrupt, its id is free."""
+    with session() as (s, peer):
+        for extra, error in (({"data_parallel_rank": 3}, ValueError), ({"trace_headers": {"x": lambda: 0}}, TypeError)):
+            with monkeypatch.context() as patch, pytest.raises(error):
+                patch.setitem(sys.modules, "cloudpickle", None)
+                s.add(make_request("a", **extra))
+            assert len(s.in_flight) == 0
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(s.links[0].channel, "send", _interrupt)
+            s.add(make_request("a"))
+        assert len(s.in_flight) == 0
+        s.add(make_request("a", data_parallel_rank=0))
+        assert [f.kind for f in read_all(peer, Kind.ADD, 1)] == [Kind.ADD]
+
+
+def test_sending_to_a_peer_that_has_just_gone_tells_how_it_went() -> None:
+    """Both kinds of sending end in EngineDeadError, and so does everything later."""
+    with session() as (s, peer):
+        peer.process.kill()
+        peer.channel.close()
+        with took_at_most(3.0):
+            for _ in range(3):
+                for send in (lambda: s.add(make_request("a")), lambda: s.call("x", ())):
+                    with pytest.raises(EngineDeadError, match="SIGKILL"):
+                        send()
+        assert (len(s.calls), len(s.in_flight)) == (0, 0)
+
+
+def test_a_death_right_behind_the_send_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is registered after everybody was told is told as well."""
+    with session() as (s, _):
+        send = s.links[0].channel.send
+
+        def die_behind_it(frame: Frame) -> bool:
+            waiting, s.calls.replies = s.calls.replies, {}
+            s.close(0.0)
+            s.calls.replies = waiting
+            return send(frame) if s.links[0].channel.fileno() >= 0 else True
+
+        monkeypatch.setattr(s.links[0].channel, "send", die_behind_it)
+        _, waiting = s.call("x", ())
+        with pytest.raises(ClosedError):
+            waiting.result(0)
+
+
+def test_strange_rows_and_lost_values_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Rows of nobody's, and values that cannot be decoded: one line each; the request of such a value ends."""
+    with session() as (s, peer), caplog.at_level(logging.WARNING, "engine_client.session"):
+        for name in ("a", "b"):
+            s.add(make_request(name))
+        keys = {frame_.ref: name for frame_, name in zip(read_all(peer, Kind.ADD, 2), "ab", strict=True)}
+        rows = [EngineCoreOutput(name, [1], pooling_output=Bomb()) for name in keys.values()]
+        for row in (*rows, EngineCoreOutput("stranger", [1]), EngineCoreOutput("stranger", [2])):
+            frame_, _ = encode_outputs(EngineCoreOutputs(0, [row]), {name: key for key, name in keys.items()})
+            assert frame_ is not None
+            peer.channel.send(frame_)
+        ends = [output for _ in range(2) for output in s.get(DEADLOCK).outputs]
+        assert [(o.request_id, o.finish_reason) for o in ends] == [("a", FinishReason.ERROR), ("b", FinishReason.ERROR)]
+        read_all(peer, Kind.ABORT, 2)
+        eventually(lambda: "nobody has asked for" in caplog.text, DEADLOCK)
+        assert len(caplog.records) == 2
+
+
+def test_a_forked_copy_is_refused() -> None:
+    """Every call says whose the client is."""
+    with session() as (s, _):
+        s.owner_pid += 1
+        for call in (s.ensure_alive, lambda: s.get(0), lambda: s.abort(["a"]), lambda: s.add(make_request("a"))):
+            with pytest.raises(ForeignProcessError):
+                call()
+        s.owner_pid -= 1

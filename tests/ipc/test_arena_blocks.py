@@ -116,3 +116,18 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
+
+
+def test_all_but_the_named_blocks_can_be_made_free():
+    """What is live stays, what lies between becomes free in one piece each, and the end too."""
+    blocks = FreeBlocks()
+    blocks.extend(10 * PAGE)
+    for _ in range(10):
+        blocks.take(PAGE)
+    blocks.keep_only([(7 * PAGE, PAGE), (0, 2 * PAGE)])
+    assert blocks.used == 3 * PAGE
+    assert blocks.take(5 * PAGE) == 2 * PAGE
+    assert blocks.take(2 * PAGE) == 8 * PAGE
+    assert blocks.take(PAGE) is None
+    blocks.keep_only([])
+    assert blocks.take(10 * PAGE) == 0

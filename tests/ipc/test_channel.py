@@ -11,9 +11,10 @@ from contextlib import contextmanager
 
 import pytest
 
+from engine_client.errors import RemoteProtocolError
 from engine_client.ipc.arena import ArenaReader, ArenaWriter, create_memory
 from engine_client.ipc.channel import Channel
-from engine_client.protocol.framing import Kind
+from engine_client.protocol.framing import Kind, Segment
 from engine_client.protocol.wire import Frame
 from helpers.procs import run_script
 
@@ -320,3 +321,87 @@ def test_a_peer_that_is_gone_sends_no_signal():
         channel.close()
         """
     ).check()
+
+
+@contextmanager
+def shared() -> Iterator[tuple[Channel, Channel, ArenaWriter, ArenaReader]]:
+    """Two ends with memory from the first to the second, which has not got it yet; and both sides of the memory."""
+    left, right = socket.socketpair()
+    fd = create_memory("test")
+    writer, reader = ArenaWriter(os.dup(fd), limit=1 << 30), ArenaReader(fd)
+    first = Channel(left.detach(), name="right", writer=writer, threshold=65536)
+    second = Channel(right.detach(), name="left")
+    try:
+        yield first, second, writer, reader
+    finally:
+        for made in (first, second, writer, reader):
+            made.close()
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_send_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was placed for a frame that is not sent is free again, after a second interrupt with the next send."""
+    with shared() as (left, right, writer, _):
+        for name in ("_check_locked", "_cancel_revoked"):
+            with monkeypatch.context() as patch:
+                patch.setattr(left, "_check_locked", interrupt)
+                patch.setattr(left, name, interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    left.send(frame(b"lost", bytes(100_000)))
+        left.send(frame(b"sent"))
+        assert writer.used == 0
+        assert [f.header for f in pump(left, right)] == [b"sent"]
+
+
+def test_without_memory_for_the_rest_a_frame_is_refused_or_goes_out_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first byte is written it is taken back; after that it is finished from the caller's memory."""
+
+    def no_memory(_: object) -> None:
+        raise MemoryError
+
+    with pair() as (left, right):
+        with monkeypatch.context() as patch:
+            patch.setattr("engine_client.ipc.channel._Outgoing.owned", no_memory)
+            assert not left.send(frame(b"begun", bytes(3 << 20)))
+            with pytest.raises(MemoryError):
+                left.send(frame(b"refused", bytes(100)))
+        left.send(frame(b"later"))
+        assert [f.header for f in pump(left, right)] == [b"begun", b"later"]
+
+
+def test_what_starts_and_steers_an_engine_stays_in_the_pipe() -> None:
+    """An INIT of any size arrives before there is shared memory; what the peer has not got fails that frame alone."""
+    with shared() as (left, right, writer, reader):
+        data = memoryview(bytes(100_000))
+        left.send(Frame(Kind.INIT, 0, 1, b"init", [data]))
+        left.send(Frame(Kind.ADD, 0, 2, b"add", [data[:10], data, data[:0]]))
+        init, add = pump(left, right)
+        assert init.buffers[0] == data
+        assert isinstance(add.error, RemoteProtocolError)
+        assert (add.ref, list(add.buffers)) == (2, [])
+        right.connect_memory(writer=writer, reader=reader, threshold=1000)
+        left.send(Frame(Kind.ADD, 0, 3, b"add", [data[:10], data, data[:0]]))
+        (add,) = pump(left, right)
+        assert [len(buffer) for buffer in add.buffers] == [10, 100_000, 0]
+
+
+def test_buffers_that_cannot_be_mapped_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame of which one buffer cannot be had comes without any, and its memory is free."""
+    with shared() as (left, right, writer, reader):
+        right.connect_memory(writer=writer, reader=reader, threshold=1000)
+        lease, seen = reader.lease, []
+
+        def fail_at_the_second(segment: Segment) -> memoryview:
+            seen.append(segment)
+            if len(seen) == 2:
+                raise OSError(12, "cannot map")
+            return lease(segment)
+
+        monkeypatch.setattr(reader, "lease", fail_at_the_second)
+        left.send(frame(b"x", *[bytes(100_000)] * 3))
+        (got,) = pump(left, right)
+        assert "cannot map" in str(got.error)
+        assert writer.used == 0
