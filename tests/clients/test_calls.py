@@ -131,7 +131,7 @@ def test_threads_that_fail_and_settle_at_once_end_each_future_once() -> None:
 
 
 def test_an_interrupt_inside_of_a_callback_passes() -> None:
-    """It is that of the thread which added the callback to a reply that has ended; other callbacks come all the same."""
+    """It is that of the thread which added the callback to a reply that has ended; other callbacks still come."""
     reply, seen = Reply(), []
     reply.set_result(1)
 

@@ -48,6 +48,7 @@ class _Interrupter:
 def _watching(interrupter: _Interrupter) -> Iterator[None]:
     """Have the interrupter called at every point of this thread."""
     if sys.version_info < (3, 12):
+        tracer = sys.gettrace()  # coverage's
         sys.setprofile(lambda frame, event, argument: _on_profile(interrupter, frame.f_code, event, argument))
         if len(interrupter.waits) > 1:
             sys.settrace(lambda frame, event, _: _on_trace(interrupter, frame.f_code))
@@ -55,7 +56,7 @@ def _watching(interrupter: _Interrupter) -> Iterator[None]:
             yield
         finally:
             sys.setprofile(None)
-            sys.settrace(None)
+            sys.settrace(tracer)
         return
     events = sys.monitoring.events
     sys.monitoring.use_tool_id(_TOOL, "interrupts")
