@@ -1,6 +1,7 @@
 """The client that runs the engine core in this process: no thread, no pipe, no serialisation.
 
-Dropping the last reference does what ``shutdown`` does.
+Dropping the last reference does what ``shutdown`` does.  A ``KeyboardInterrupt`` that ends a call ends all requests, so
+that the next call sees nothing of them; one that comes while that is done leaves it to the next call.
 
 Threads: one at a time, as the engine core itself.
 """
@@ -44,6 +45,7 @@ class InprocClient(SyncUtilities, EngineCoreClient):
         # For a client that is dropped, or left to the interpreter's end, without ``shutdown``.
         self._finalizer = weakref.finalize(self, _end, self.engine_core, os.getpid())
         self._utilities = self.engine_core.utilities()
+        self._is_torn = False  # by an interrupt
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {'running' if self.is_alive else 'closed'} rank=0 {self.engine_core!r}>"
@@ -56,9 +58,15 @@ class InprocClient(SyncUtilities, EngineCoreClient):
     ) -> None:
         self.shutdown()
 
+    def _start_over(self) -> None:
+        self.engine_core.start_over()
+        self._is_torn = False
+
     def _ensure_open(self) -> None:
         if not self.is_alive:
             raise ClosedError("the engine client is closed")
+        if self._is_torn:
+            self._start_over()
 
     @property
     def is_alive(self) -> bool:
@@ -76,10 +84,17 @@ class InprocClient(SyncUtilities, EngineCoreClient):
             ClosedError: the client is closed.
             Exception: whatever the executor raised.
         """
-        self._ensure_open()
-        outputs, model_executed = self.engine_core.step_fn()
-        self.engine_core.post_step(model_executed)
-        return (outputs or {}).get(0) or EngineCoreOutputs()
+        try:
+            self._ensure_open()
+            outputs, model_executed = self.engine_core.step_fn()
+            self.engine_core.post_step(model_executed)
+            return (outputs or {}).get(0) or EngineCoreOutputs()
+        except Exception:
+            raise
+        except BaseException:  # an interrupt, in the middle of whatever the engine core was doing
+            self._is_torn = True
+            self._start_over()
+            raise
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Give a request to the engine core.
@@ -87,22 +102,47 @@ class InprocClient(SyncUtilities, EngineCoreClient):
         Raises:
             TypeError, ValueError: the request cannot be served as it is.
         """
-        self._ensure_open()
-        engine_request, wave = self.engine_core.preprocess_add_request(request)
-        self.engine_core.add_request(engine_request, wave)
+        try:
+            self._ensure_open()
+            engine_request, wave = self.engine_core.preprocess_add_request(request)
+            self.engine_core.add_request(engine_request, wave)
+        except Exception:
+            raise
+        except BaseException:  # as in get_output
+            self._is_torn = True
+            self._start_over()
+            raise
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """End requests without further output; ids that are not in flight are ignored."""
-        if request_ids and self.is_alive:
-            self.engine_core.abort_requests(request_ids)
+        try:
+            if request_ids and self.is_alive:
+                self._ensure_open()
+                self.engine_core.abort_requests(request_ids)
+        except Exception:
+            raise
+        except BaseException:  # as in get_output
+            self._is_torn = True
+            self._start_over()
+            raise
 
-    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
-        """Call a registered utility of the engine core."""
-        self._ensure_open()
+    def _utility(self, method: str) -> Callable[..., Any]:
         utility = self._utilities.get(method)
         if utility is None:
             raise AttributeError(f"the engine has no utility {method!r}; it has: {', '.join(sorted(self._utilities))}")
-        return utility(*args)
+        return utility
+
+    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """Call a registered utility of the engine core."""
+        try:
+            self._ensure_open()
+            return self._utility(method)(*args)
+        except Exception:
+            raise
+        except BaseException:  # as in get_output
+            self._is_torn = True
+            self._start_over()
+            raise
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Pause and free memory.

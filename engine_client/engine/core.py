@@ -113,6 +113,11 @@ class EngineCore(EngineControl):
         self.scheduler.abort_all()
         self._follow_up()
 
+    def start_over(self) -> None:
+        """End every request without output, for whoever was interrupted in a call; may itself be interrupted."""
+        self.scheduler.start_over()
+        self._follow_up()
+
     def has_work(self) -> bool:
         """Tell whether a step would do anything."""
         return self.scheduler.has_work()

@@ -54,6 +54,11 @@ class Outbox:
         if self._include_finished_set:
             self._finished.setdefault(request.client_index, set()).add(request.request_id)
 
+    def drop_outputs(self) -> None:
+        """Forget the outputs that nobody has taken; who has ended stays noted."""
+        self._outputs = {}
+        self._finished = {}
+
     def take_ended(self) -> list[str]:
         """Return, once, the ids of the requests that are over."""
         ended, self._ended = self._ended, []

@@ -59,18 +59,22 @@ class Scheduler:
 
     def __init__(self, limits: Limits, *, log_stats: bool = False, include_finished_set: bool = False) -> None:
         self.limits = limits
-        self.cache = KvCache(limits)
         self.pause_mode: PauseMode | None = None
         self.outbox = Outbox(include_finished_set=include_finished_set)
         self._log_stats = log_stats
+        self._num_steps = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Have no requests."""
+        self.cache = KvCache(self.limits)
         self._requests: dict[str, Request] = {}  # all that live
-        self._waiting = make_queue(limits.policy)
+        self._waiting = make_queue(self.limits.policy)
         self._held: dict[str, Request] = {}  # added while paused
         self._running: list[Request] = []  # the one to preempt last
         self._in_step: list[Request] = []  # of the last batch, in its order
         self._preempted: list[str] = []  # since the last batch
         self._has_ended = False  # some of the running have ended
-        self._num_steps = 0
 
     def __repr__(self) -> str:
         waiting, running = self.counts()
@@ -108,6 +112,13 @@ class Scheduler:
         for request in list(self._requests.values()):
             self._end_with_output(request, End(FinishReason.ABORT))
         self._drop_ended()
+
+    def start_over(self) -> None:
+        """End all requests without output and forget the prefix cache, whatever disorder an interrupt has left."""
+        for request in self._requests.values():
+            self.outbox.note_end(request)
+        self.outbox.drop_outputs()
+        self._begin()
 
     def _end_with_output(self, request: Request, end: End) -> None:
         self.outbox.tell(request, [], end)

@@ -100,3 +100,35 @@ def test_progress_and_errors_of_the_start_reach_the_caller() -> None:
     assert seen
     with pytest.raises(ValueError, match="marker"):
         InprocClient(EngineConfig(additional_config={"marker": "marker"}), FailingInit, False)
+
+
+def test_an_interrupt_ends_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KeyboardInterrupt reaches the caller, and what was in flight does not reach the next call; nor after a second."""
+    with inproc() as client:
+        core = client.engine_core
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        calls = {
+            "step_fn": client.get_output,
+            "preprocess_add_request": lambda: client.add_request(make_request("late")),
+            "abort_requests": lambda: client.abort_requests(["a"]),
+            "start_over": client.get_output,
+        }
+        for name, call in calls.items():
+            client.add_request(make_request("a", 100))
+            client.get_output()
+            with monkeypatch.context() as patch:
+                patch.setattr(core, "step_fn", interrupt)
+                patch.setattr(core, name, interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    call()
+            client.add_request(make_request("a", 1))
+            assert [output.request_id for output in client.get_output().outputs] == ["a"]
+            assert client.get_output().outputs == []
+        client._utilities = {"stop": interrupt}  # noqa: SLF001  # no utility of an engine can be interrupted at will
+        client.add_request(make_request("a", 100))
+        with pytest.raises(KeyboardInterrupt):
+            client.call_utility("stop")
+        assert client.get_output().outputs == []

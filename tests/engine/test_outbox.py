@@ -82,6 +82,16 @@ def test_ends_are_noted():
         assert outbox.take_outputs() == {}
 
 
+def test_outputs_can_be_dropped():
+    """Nobody gets them any more; who has ended is still told to whoever asks for that."""
+    outbox = Outbox(include_finished_set=True)
+    outbox.tell(request("a"), [1], End(FinishReason.LENGTH))
+    outbox.note_end(request("a"))
+    outbox.drop_outputs()
+    assert outbox.take_outputs() == {}
+    assert outbox.take_ended() == ["a"]
+
+
 def test_statistics_go_to_one_client():
     """Statistics come with the first client's outputs, or alone to client 0."""
     outbox, stats = Outbox(), SchedulerStats(num_running_reqs=3)

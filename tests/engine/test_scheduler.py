@@ -35,6 +35,24 @@ def shape(core, index=-1):
     return [(r.request_id, r.num_scheduled_tokens) for r in core.model_executor.batches[index]]
 
 
+def test_starting_over_leaves_nothing():
+    """Running, waiting and held requests are over without an output, and the executor is told; all blocks are free."""
+    core = make_core(Recording, max_num_seqs=1)
+    add(core, "runs", [1] * 40, max_tokens=9)
+    step(core)
+    add(core, "waits", [1], max_tokens=9)
+    core.pause_scheduler("keep")
+    add(core, "is held", [1], max_tokens=9)
+    core.scheduler.abort(["waits"])
+    core.start_over()
+    core.start_over()
+    assert sorted(core.model_executor.ended) == ["is held", "runs", "waits"]
+    assert (core.counts(), core.take_outputs(), core.scheduler.cache.usage) == ((0, 0), {}, 0)
+    core.resume_scheduler()
+    add(core, "runs", [1] * 40, max_tokens=2)
+    assert len(run(core)["runs"].tokens) == 2
+
+
 class TestContinuousBatching:
     def test_one_request_to_its_end(self):
         """A request gets a token per step until ``max_tokens``, and is gone then."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_client import EngineDeadError, SyncMPClient
+from engine_client import EngineConfig, EngineDeadError, InprocClient, SyncMPClient
+from engine_client.testing.executors import EchoExecutor
 from engine_client.testing.scripted import Script
 from helpers.clients import collect, make_request, scripted_client, session_of
 from helpers.interrupts import interrupt_everywhere
@@ -416,3 +418,54 @@ def test_bc50_a_failure_while_the_payload_is_placed(
         with pytest.raises(type(exhausted)):
             client.add_request(make_request("x", 1, None, prompt_embeds=(BIG, BIG.copy())))
     check_clean(client)
+
+
+# -- in process --------------------------------------------------------------------------------------------------------
+
+
+def drain(client: InprocClient, count: int) -> dict[str, int]:
+    """Step until ``count`` requests have ended; return the number of tokens of each."""
+    found: dict[str, int] = {}
+    for _ in range(100):
+        for output in client.get_output().outputs:
+            found[output.request_id] = found.get(output.request_id, 0) + len(output.new_token_ids)
+            count -= output.finished
+        if not count:
+            break
+    return found
+
+
+LATE = make_request("late", 3, range(40))
+IN_PROCESS: dict[str, Callable[[InprocClient], Any]] = {
+    "add": lambda client: client.add_request(LATE),
+    "first step": lambda client: client.get_output(),
+    "a later step": lambda client: client.get_output(),
+    "abort": lambda client: client.abort_requests(["old0"]),
+    "call": lambda client: client.reset_prefix_cache(reset_running_requests=True),
+}
+
+
+@pytest.mark.parametrize("gap", [0, 1, 3, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 5, 8))])
+@pytest.mark.parametrize("operation", IN_PROCESS)
+def test_bc13_in_process_the_next_call_is_clean_too(operation: str, gap: int) -> None:
+    """Wherever an interrupt comes in a step or another call: old outputs never come, and all KV blocks are free."""
+    with InprocClient(EngineConfig(), EchoExecutor, False) as client:
+
+        def prepare() -> None:
+            client.abort_requests([f"old{n}" for n in range(4)])
+            for number in range(4):
+                client.add_request(make_request(f"old{number}", 1000, range(1, 50)))
+            if operation != "first step":
+                client.get_output()
+
+        def check(where: str) -> None:
+            # What comes as the first thing in a call has come before it; then the requests are still there.
+            if re.match(r"(inproc|utilities)\.py: (get_output|add_request|abort_requests|\w+_\w+), its start", where):
+                client.abort_requests([f"old{n}" for n in range(4)])
+            client.add_request(make_request("old1", 2))
+            client.add_request(make_request("new", 3))
+            assert drain(client, 2) == {"old1": 2, "new": 3}
+            assert client.engine_core.scheduler.cache.usage == 0
+            assert client.engine_core.counts() == (0, 0)
+
+        assert interrupt_everywhere(lambda: IN_PROCESS[operation](client), check, prepare, gap) > 10
