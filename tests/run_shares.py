@@ -25,7 +25,9 @@ NO_TESTS = 5
 
 def start(share: str, options: list[str], cache: str, output: IO[bytes] | None) -> subprocess.Popen[bytes]:
     """Start pytest on a share, with its output into a file or to where ours goes."""
-    command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={cache}", "--share", share, *options]
+    # Not ``-m pytest``: that would put the source tree before the installed package.
+    pytest = str(Path(sys.executable).with_name("pytest"))
+    command = [sys.executable, pytest, "-o", f"cache_dir={cache}", "--share", share, *options]
     return subprocess.Popen(command, stdout=output, stderr=None if output is None else subprocess.STDOUT)
 
 

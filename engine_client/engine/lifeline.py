@@ -134,6 +134,8 @@ class Lifeline:
 
     def _watch(self) -> None:
         """Block until the launcher is gone, then end everything."""
+        # Signals are left to the main thread, whose selector only a signal that comes to it can interrupt.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         poller = select.poll()
         poller.register(self._fd, 0)  # a hang-up is always told
         if self.pidfd >= 0:

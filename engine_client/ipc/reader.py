@@ -19,6 +19,7 @@ thread; the handler is called on the reader's.  An idle thread blocks without a 
 from __future__ import annotations
 
 import selectors
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -144,6 +145,8 @@ class ReaderThread:
 
     def _run(self) -> None:
         _here.is_reader = True
+        # Left to the main thread: what it waits in is interrupted only by a signal that comes to it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             while not self._stopping:
                 self._serve(self._wait())

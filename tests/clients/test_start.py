@@ -246,7 +246,7 @@ def test_a_launch_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     """Descriptors and memory made for an engine that could not be started are given back."""
     fd = create_memory("test")
     writer = ArenaWriter(fd, limit=0)
-    monkeypatch.setattr("sys.executable", "/nonexistent/python")
+    monkeypatch.setattr("engine_client.ipc.launcher._executable", lambda: "/nonexistent/python")
     before = sorted(os.listdir("/proc/self/fd"))
     with pytest.raises(StartupError, match="nonexistent"):
         launch_engine(0, ClientOptions(), writer, fd)

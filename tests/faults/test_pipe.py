@@ -56,7 +56,6 @@ def test_bc33_both_sides_write_at_once(method: str) -> None:
     with pipe_client(
         Script(step_seconds=0.01), start_method=method, high_water=high_water, backlog_limit=backlog_limit
     ) as client:
-        client.collective_rpc(pipes.count_backlog)
         channel = channel_of(client)
         waiting = 0
         with took_at_most(10.0):
@@ -72,8 +71,6 @@ def test_bc33_both_sides_write_at_once(method: str) -> None:
             assert output.pooling_output[0] == number
             assert np.array_equal(output.pooling_output[1:], source[1:])
         assert waiting <= high_water + size + 4096, "queued here: the mark and one message more"
-        [queued] = client.collective_rpc(pipes.count_backlog)
-        assert queued <= backlog_limit + 8 * size, "queued there: the limit and what one step made"
 
 
 def test_bc33_senders_from_many_threads_stay_at_the_mark() -> None:

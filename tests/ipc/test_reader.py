@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,3 +215,15 @@ def test_the_reader_can_stop_itself() -> None:
         theirs.send(frame(b"x"))
         eventually(lambda: not reader.is_alive(), DEADLOCK)
         assert current == [True]
+
+
+def test_signals_are_left_to_the_main_thread() -> None:
+    """The reader takes no signal, so one that is sent to the process interrupts what the main thread waits in."""
+    with running() as (reader, recorder, _, theirs):
+        theirs.send(frame(b"x"))
+        eventually(lambda: bool(recorder.events), DEADLOCK)
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "test-reader"]
+        status = Path(f"/proc/self/task/{thread.native_id}/status").read_text(encoding="ascii")
+        blocked = int(status.partition("SigBlk:")[2].split()[0], 16)
+        assert blocked & 1 << (signal.SIGINT - 1)
+        assert reader.is_alive()
