@@ -185,3 +185,26 @@ def test_a_batch_whose_buffers_could_not_be_mapped_fails_alone() -> None:
     columns, failed = columns_of(broken)
     assert failed == [1]
     assert "no memory" in columns.finishes[0][2]
+
+
+def interrupt() -> None:
+    """Raise as Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
+class Interrupted:
+    """Is interrupted when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return interrupt, ()
+
+
+def test_an_interrupt_of_decoding_is_no_fault_of_the_values() -> None:
+    """Ctrl-C passes through, and the batch can be decoded again."""
+    frame, _ = encode_outputs(
+        EngineCoreOutputs(0, [EngineCoreOutput("a", [1], pooling_output=Interrupted())]), {"a": 1}
+    )
+    assert frame is not None
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            columns_of(frame)
