@@ -347,7 +347,8 @@ def check_stream(client: SyncMPClient, threads: int, count: int, most: int) -> N
     ("count", "most", "limit"),
     [
         pytest.param(400, 4 * MIB, 64 * MIB, id="1200"),
-        pytest.param(6667, MIB, 64 * MIB, id="20000", marks=[pytest.mark.full, pytest.mark.slow]),
+        pytest.param(2000, MIB, 64 * MIB, id="6000", marks=[pytest.mark.full, pytest.mark.slow]),
+        pytest.param(6667, MIB, 64 * MIB, id="20000", marks=pytest.mark.stress),
     ],
 )
 def test_bc36_a_buffer_may_be_overwritten_when_the_call_returns(count: int, most: int, limit: int) -> None:
