@@ -85,10 +85,11 @@ class ArenaWriter:
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
-    def put(self, data: memoryview, party: int = 0) -> Segment | None:
+    def put(self, data: memoryview, party: int = 0, into: list[Segment] | None = None) -> Segment | None:
         """Copy ``data`` (contiguous bytes) into the arena for one reader; None: there is no room, use the pipe.
 
-        The segment must be sent to that reader, or given to ``cancel``.
+        The segment must be sent to that reader, or given to ``cancel``.  It is appended to ``into`` before this
+        returns, for callers to whom an interrupt might come in between.
         """
         self._check_party(party)
         claim = Claim()
@@ -100,6 +101,8 @@ class ArenaWriter:
             for begin in range(0, len(target), _COPY_SLICE):
                 target[begin : begin + _COPY_SLICE] = data[begin : begin + _COPY_SLICE]
             self._orders.append((ArenaWriter._end_copy_locked, block))
+            if into is not None:
+                into.append(segment)
         except BaseException:
             self._orders.append((ArenaWriter._take_back_locked, claim))
             raise
@@ -122,10 +125,11 @@ class ArenaWriter:
             raise MemoryError(f"no room for {nbytes} bytes of shared memory: {self!r}")
         return view[:nbytes]
 
-    def segment_of(self, view: memoryview, party: int = 0) -> Segment | None:
+    def segment_of(self, view: memoryview, party: int = 0, into: list[Segment] | None = None) -> Segment | None:
         """Publish a view for one reader without a copy; None unless all of it lies in one living allocation.
 
-        The bytes must not be changed from here on.  A read-only view counts as lying elsewhere.
+        The bytes must not be changed from here on.  A read-only view counts as lying elsewhere.  ``into`` is that of
+        ``put``.
         """
         self._check_party(party)
         if not self._allocations or view.readonly or not view.nbytes:
@@ -135,10 +139,13 @@ class ArenaWriter:
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
         claim = Claim()
         try:
-            return self._exclusively(lambda: self._publish_at_locked(claim, address, view.nbytes, party))
+            segment = self._exclusively(lambda: self._publish_at_locked(claim, address, view.nbytes, party))
+            if segment is not None and into is not None:
+                into.append(segment)
         except BaseException:
             self._orders.append((ArenaWriter._take_back_locked, claim))
             raise
+        return segment
 
     def _check_party(self, party: int) -> None:
         if not 0 <= party < self._parties:

@@ -205,18 +205,15 @@ class Channel:
         inline: list[Buffer] = []
         writer = self._writer if frame.kind in _IN_MEMORY else None
         for view in frame.buffers:
-            segment = None
             if view.nbytes >= self._threshold and writer is not None:
-                segment = writer.segment_of(view, self._party) or writer.put(view, self._party)
-                if segment is None:
-                    self.in_pipe += 1
-                else:
+                party = self._party
+                if writer.segment_of(view, party, segments) or writer.put(view, party, segments):
                     self.in_memory += 1
-            if segment is None:
-                segment = Segment(view.nbytes, -1, 0)
-                if view.nbytes:
-                    inline.append(view)
-            segments.append(segment)
+                    continue
+                self.in_pipe += 1
+            if view.nbytes:
+                inline.append(view)
+            segments.append(Segment(view.nbytes))
         return inline
 
     def _cancel_revoked(self) -> None:

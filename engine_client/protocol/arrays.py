@@ -42,6 +42,13 @@ def slices(view: memoryview) -> Iterable[memoryview]:
         yield view[start : start + SLICE]
 
 
+def _attribute(module: str, name: str) -> Any:
+    """Return what a module calls ``name``; import it, or wait for that, only where it is not there yet."""
+    # Python 3.10 takes a lock in ``import_module``, with a callback of its own that an interrupt would be lost in.
+    found = getattr(sys.modules.get(module), name, None)
+    return getattr(import_module(module), name) if found is None else found
+
+
 # -- array.array -------------------------------------------------------------------------------------------------------
 
 
@@ -131,7 +138,7 @@ def reduce_ndarray(value: Any) -> Any:
 
 def rebuild_ndarray(data: Any, dtype: Any, shape: tuple[int, ...], order: str) -> Any:
     """Return an ndarray over ``data``; read-only when ``data`` is."""
-    return import_module("numpy").ndarray(shape, dtype, data, 0, None, order)
+    return _attribute("numpy", "ndarray")(shape, dtype, data, 0, None, order)
 
 
 # -- torch.Tensor ------------------------------------------------------------------------------------------------------
@@ -160,8 +167,8 @@ def reduce_tensor(value: Any) -> Any:
 
 def rebuild_tensor(data: Any, name: str, shape: tuple[int, ...], order: list[int] | None, requires_grad: bool) -> Any:
     """Return a tensor over the memory behind ``data``."""
-    torch: Any = import_module("torch")
-    dtype = getattr(torch, name)
+    dtype = _attribute("torch", name)
+    torch = sys.modules["torch"]
     if 0 in shape:
         tensor = torch.empty(shape, dtype=dtype)
     else:

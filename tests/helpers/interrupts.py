@@ -1,10 +1,10 @@
 """Interrupts at every point where one can come, one after the other.
 
-CPython looks for signals where a function of Python begins, where a function in C returns to Python, and when a loop
-goes round, where there is nearly always one of the two.  From Python 3.12 on, ``sys.monitoring`` calls us at exactly
-these points, and what we raise comes out as it does from a signal handler: in the same place, and with the C function's
-result lost.  Older Pythons have a profile function for that, which they forget when it raises; a second interrupt then
-comes from a trace function, at the start of some function only.
+CPython looks for signals where a function of Python begins, where a function in C returns to Python (in Python 3.10:
+any function), and when a loop goes round, where there is nearly always one of the others.  From Python 3.12 on,
+``sys.monitoring`` calls us at exactly these points, and what we raise comes out as it does from a signal handler: in
+the same place, and with the C function's result lost.  Older Pythons have a profile function for that, which they
+forget when it raises; a second interrupt then comes from a trace function, at the start of some function only.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ def _on_profile(interrupter: _Interrupter, code: CodeType, event: str, argument:
         interrupter.pass_by(code, "its start")
     elif event == "c_return":
         interrupter.pass_by(code, f"after {_name(argument)}")
+    elif event == "return" and sys.version_info < (3, 11):
+        interrupter.pass_by(code, "its end")
 
 
 def _on_trace(interrupter: _Interrupter, code: CodeType) -> None:

@@ -1003,10 +1003,12 @@ def test_an_interrupt_at_any_point_loses_no_block(arena, operation, gap):
     """Wherever a signal's exception ends a call, and the call that handles it, all memory is free again afterwards."""
     writer, reader = arena.writer, arena.readers[0]
     data = os.urandom(200_000)
-    kept = []
+    kept, placed = [], []
 
     def check(where="the end"):
         kept.clear()
+        while placed:
+            writer.cancel(placed.pop())
         assert writer.used == 0, where
         assert reader.lease(writer.put(memoryview(data))) == data
         assert writer.used == 0
@@ -1016,9 +1018,9 @@ def test_an_interrupt_at_any_point_loses_no_block(arena, operation, gap):
         return writer.used
 
     operations = {
-        "put": (lambda: writer.put(memoryview(data)), lambda: None),
+        "put": (lambda: writer.put(memoryview(data), 0, placed), lambda: None),
         "allocate": (lambda: writer.allocate(200_000), lambda: None),
-        "publish": (lambda: writer.segment_of(kept[0]), lambda: kept.append(writer.allocate(200_000))),
+        "publish": (lambda: writer.segment_of(kept[0], 0, placed), lambda: kept.append(writer.allocate(200_000))),
         "release": (let_go, lambda: kept.append(reader.lease(writer.put(memoryview(data))))),
     }
     do, prepare = operations[operation]
