@@ -6,7 +6,7 @@
                                  ▲        │ interrupted
                                  └ unread ◀
 
-An interrupt (Ctrl-C) may end ``get`` between any two of its lines.  The batch that it has in hand is then put back,
+An interrupt (Ctrl-C) may end a call between any two of its lines.  The batch that it has in hand is then put back,
 since the requests of other threads may be in it; those of the interrupted thread are aborted by its session, and so
 their rows are dropped when the batch is looked at again.
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Final, Union
+from typing import Any, Final, Union
 
 from engine_client.clients.in_flight import InFlight
 from engine_client.deadline import Deadline
@@ -68,31 +68,33 @@ class OutputQueue:
         if wake:
             self.queue.put(None)
 
-    def get(self, deadline: Deadline) -> EngineCoreOutputs:
+    def get(self, deadline: Deadline, taken: list[Any]) -> EngineCoreOutputs:
         """Wait for the next outputs of requests that are in flight, or statistics.
+
+        Args:
+            deadline: of the wait.
+            taken: an empty list.  Whoever is interrupted, in here or before its own caller has the outputs, gives it to
+                ``put_back``.
 
         Raises:
             TimeoutError: nothing came before the deadline.
             BaseException: what ``end`` was given.
         """
-        taken: list[_Item] = []
-        try:
-            while True:
-                columns, failed = with_values(self._next(deadline, taken))
-                outputs = self._table.outputs(columns)
-                if failed:
-                    self._on_lost(columns, failed)
-                if outputs.outputs or columns.meta is not None:
-                    return outputs
-        except Exception:
-            raise
-        except BaseException:
-            self.unread.extend(taken)
-            self._undo()
-            self.queue.put(_NOTHING)
-            raise
+        while True:
+            columns, failed = with_values(self._next(deadline, taken))
+            outputs = self._table.outputs(columns)
+            if failed:
+                self._on_lost(columns, failed)
+            if outputs.outputs or columns.meta is not None:
+                return outputs
 
-    def _next(self, deadline: Deadline, taken: list[_Item]) -> Columns:
+    def put_back(self, taken: list[Any]) -> None:
+        """Have the next call deliver what an interrupted one had in hand."""
+        self.unread.extend(taken)
+        self._undo()
+        self.queue.put(_NOTHING)
+
+    def _next(self, deadline: Deadline, taken: list[Any]) -> Columns:
         """Return the next batch, which is also the one item of ``taken`` from the moment that it leaves the queue."""
         while True:
             taken.clear()
@@ -108,7 +110,7 @@ class OutputQueue:
                 raise TimeoutError(f"no output within {deadline.timeout:g} s") from None
             except IndexError:
                 continue  # another thread took it
-            columns = taken[0]
+            columns: _Item = taken[0]
             if columns is not None:
                 return columns
 

@@ -10,8 +10,10 @@ next call sees nothing of it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from threading import get_ident
+from types import FrameType
 from typing import Any
 
 from engine_client.clients.mp import MPClient
@@ -61,13 +63,16 @@ class SyncMPClient(SyncUtilities, MPClient):
             SerializationError, PicklingError: a field cannot be sent; nothing was.
             EngineDeadError: the engine is dead.
         """
-        me = get_ident()
+        begun, me = False, get_ident()
         try:
+            begun = self._begin()
             self._session.add(request)
+            self._end(begun)
         except Exception:
+            self._end(begun)
             raise
         except BaseException:  # an interrupt: what it interrupted must not reach the next call
-            self._session.interrupts.add(me)  # one C call, so that a second interrupt does not come before it
+            self._session.callers.add(me)  # in one C call, so that a second interrupt does not come before it
             self._session.interrupted()
             raise
 
@@ -85,13 +90,19 @@ class SyncMPClient(SyncUtilities, MPClient):
             TimeoutError: nothing came in time.
             EngineDeadError: the engine is dead, and all that it sent was returned; again at every later call.
         """
-        me = get_ident()
+        begun, me = False, get_ident()
+        taken: list[Any] = []
         try:
-            return self._session.get(check_timeout(timeout))
+            begun = self._begin()
+            outputs = self._session.get(check_timeout(timeout), taken)
+            self._end(begun)
+            return outputs  # noqa: TRY300  # not behind the try: an interrupt that comes meanwhile is one of this call
         except Exception:
+            self._end(begun)
             raise
         except BaseException:  # as in add_request
-            self._session.interrupts.add(me)
+            self._session.callers.add(me)
+            self._session.put_back(taken)
             self._session.interrupted()
             raise
 
@@ -109,13 +120,17 @@ class SyncMPClient(SyncUtilities, MPClient):
             TimeoutError: no answer in time; a later one is dropped.
             EngineDeadError: the engine is dead.
         """
-        me = get_ident()
+        begun, me = False, get_ident()
         try:
-            return self._call_utility(method, args, Deadline(check_timeout(timeout)))
+            begun = self._begin()
+            result = self._call_utility(method, args, Deadline(check_timeout(timeout)))
+            self._end(begun)
+            return result  # noqa: TRY300  # as in get_output
         except Exception:
+            self._end(begun)
             raise
         except BaseException:  # as in add_request
-            self._session.interrupts.add(me)
+            self._session.callers.add(me)
             self._session.interrupted()
             raise
 
@@ -126,3 +141,40 @@ class SyncMPClient(SyncUtilities, MPClient):
             return self._session.wait(reply, deadline, f"the utility {method!r}")
         finally:
             self._session.calls.discard(call_id)
+
+    # -- a call and its interrupts -------------------------------------------------------------------------------------
+
+    def _begin(self) -> bool:
+        """Note that the calling thread is in a call; first undo what an interrupt of its last one has left.
+
+        The note is made before there is anything to undo, so that it is there whatever happens, be it one interrupt in
+        what handles another.
+
+        Returns:
+            False if the thread is in a call already: this one is made by a signal handler, or by a finalizer.
+        """
+        callers, me = self._session.callers, get_ident()
+        if me in callers:
+            if _is_in_a_call(self, sys._getframe(1)):  # noqa: SLF001  # inspect offers the same, and takes 10 ms to load
+                return False
+            self._session.settle()
+        callers.add(me)
+        return True
+
+    def _end(self, begun: bool) -> None:
+        """Note that the calling thread's call is over, by a result or an error."""
+        if begun:
+            self._session.callers.discard(get_ident())
+
+
+_CALLS = {getattr(SyncMPClient, name).__code__ for name in ("add_request", "get_output", "call_utility")}
+
+
+def _is_in_a_call(client: SyncMPClient, inner: FrameType) -> bool:
+    """Tell whether a call of a client is under way, outside of the innermost one."""
+    frame = inner.f_back
+    while frame is not None:
+        if frame.f_code in _CALLS and frame.f_locals.get("self") is client:
+            return True
+        frame = frame.f_back
+    return False

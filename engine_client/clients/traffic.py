@@ -64,7 +64,7 @@ class Traffic:
         self.links: dict[int, EngineLink] = {}
         self.calls = PendingCalls()
         self.in_flight = InFlight()
-        self.interrupts: set[int] = set()  # threads whose last call was interrupted and is not undone yet
+        self.callers: set[int] = set()  # threads that are in a call, or whose last one was interrupted and not undone
         self.max_model_len: int | None = None
         self.main_importable = True
         self._outputs = OutputQueue(self.in_flight, self._on_lost)
@@ -102,12 +102,13 @@ class Traffic:
             EngineDeadError: there is no engine.
         """
         self.ensure_alive()
-        self.settle()
         prompt = check_request(request, self.max_model_len)
         link = self._route(request)
         self._wait_for_room(link, Deadline(None))
         key = self.in_flight.new_key()
         try:
+            if self._doomed:
+                self._abort_doomed()
             self.in_flight.add(request.request_id, key)
             self._send(link, encode_add(key, request, prompt, main_importable=self.main_importable))
         except Exception:
@@ -139,19 +140,16 @@ class Traffic:
 
         Where another thread takes the outputs, it goes on to get them: only the interrupted call itself is undone.
         """
-        self.interrupts.add(threading.get_ident())
+        self.callers.add(threading.get_ident())
         self.settle()
 
     def settle(self) -> None:
-        """Finish what an interrupt of the calling thread has left; a second interrupt leaves it to the next call."""
+        """Undo what an interrupt of the calling thread has left; a second interrupt leaves it to the next call."""
         me = threading.get_ident()
-        if me in self.interrupts:
-            if self._consumer in (0, me):
-                self._doomed.update(self.in_flight.mine())
-            self._abort_doomed()
-            self.interrupts.discard(me)
-        elif self._doomed:
-            self._abort_doomed()
+        if self._consumer in (0, me):
+            self._doomed.update(self.in_flight.mine())
+        self._abort_doomed()
+        self.callers.discard(me)
 
     def _abort_doomed(self) -> None:
         """Forget and abort the requests noted in ``_doomed``; an interrupt leaves them noted until that is sent."""
@@ -182,7 +180,6 @@ class Traffic:
         """
         self.ensure_alive()
         self._refuse_to_wait_for_myself()
-        self.settle()
         link = next(iter(self.links.values()))
         self._wait_for_room(link, deadline or Deadline(None))
         if call_id is None:
@@ -222,8 +219,12 @@ class Traffic:
             return value
         raise value if isinstance(value, Exception) else _stand_in("", value)
 
-    def get(self, timeout: float | None) -> EngineCoreOutputs:
+    def get(self, timeout: float | None, taken: list[Any] | None = None) -> EngineCoreOutputs:
         """Wait for the next outputs.
+
+        Args:
+            timeout: seconds; None waits as long as the engine lives.
+            taken: an empty list, for a caller who gives it to ``put_back`` when it is interrupted.
 
         Raises:
             TimeoutError: nothing came within ``timeout`` seconds.
@@ -231,9 +232,15 @@ class Traffic:
         """
         self.refuse_copies()
         self._refuse_to_wait_for_myself()
-        self.settle()
+        if self._doomed:
+            self._abort_doomed()
         self._consumer = threading.get_ident()
-        return self._outputs.get(Deadline(timeout))
+        return self._outputs.get(Deadline(timeout), [] if taken is None else taken)
+
+    def put_back(self, taken: list[Any]) -> None:
+        """Have the next ``get`` deliver what an interrupted one had in hand: other threads' requests may be in it."""
+        if taken:
+            self._outputs.put_back(taken)
 
     def _refuse_to_wait_for_myself(self) -> None:
         """Raise on the reader's thread: in a done-callback of a pending call, say, or in a ``__del__``."""

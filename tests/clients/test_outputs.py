@@ -22,6 +22,16 @@ def batch(keys: dict[str, int], *outputs: EngineCoreOutput, **fields: Any) -> Co
     return columns_of(frame)[0]
 
 
+def get(queue: OutputQueue, timeout: float | None) -> EngineCoreOutputs:
+    """As the client does it."""
+    taken: list[Any] = []
+    try:
+        return queue.get(Deadline(timeout), taken)
+    except KeyboardInterrupt:
+        queue.put_back(taken)
+        raise
+
+
 def last(name: str) -> EngineCoreOutput:
     return EngineCoreOutput(name, [1], finish_reason=FinishReason.STOP)
 
@@ -44,24 +54,24 @@ def test_batches_come_in_order(table: InFlight, queue: OutputQueue) -> None:
     queue.put(batch({}, scheduler_stats=SchedulerStats(step_counter=7)))
     queue.put(batch({"a": key}, last("a")))
     assert "batches=4" in repr(queue)
-    assert queue.get(Deadline(0)).outputs == [EngineCoreOutput("a", [1])]
-    stats = queue.get(Deadline(0)).scheduler_stats
+    assert get(queue, 0).outputs == [EngineCoreOutput("a", [1])]
+    stats = get(queue, 0).scheduler_stats
     assert stats is not None
     assert stats.step_counter == 7
-    assert queue.get(Deadline(0)).outputs == [last("a")]
+    assert get(queue, 0).outputs == [last("a")]
     with pytest.raises(TimeoutError, match="within 0 s"):
-        queue.get(Deadline(0))
+        get(queue, 0)
 
 
 def test_the_end_comes_after_the_last_batch_and_stays(table: InFlight, queue: OutputQueue) -> None:
     """Everything that was put is delivered, then every call raises an error of its own."""
     queue.put(batch({"a": table.add("a")}, last("a")))
     queue.end(lambda: ConnectionError("over"))
-    assert queue.get(Deadline(None)).outputs == [last("a")]
+    assert get(queue, None).outputs == [last("a")]
     errors = []
     for _ in range(3):
         with pytest.raises(ConnectionError) as caught:
-            queue.get(Deadline(None))
+            get(queue, None)
         errors.append(caught.value)
     assert len(set(map(id, errors))) == 3
     assert "ended" in repr(queue)
@@ -73,7 +83,7 @@ def test_the_end_reaches_everybody_who_waits(queue: OutputQueue) -> None:
 
     def wait() -> None:
         try:
-            queue.get(Deadline(None))
+            get(queue, None)
         except ConnectionError as error:
             told.append(str(error))
 
@@ -102,9 +112,9 @@ def test_an_interrupted_batch_is_delivered_to_the_next_call(
     for _ in range(2):
         monkeypatch.setattr(table, "outputs", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            queue.get(Deadline(0))
+            get(queue, 0)
     monkeypatch.setattr(table, "outputs", outputs)
-    assert queue.get(Deadline(0)).outputs == [last("a"), EngineCoreOutput("b", [2])]
+    assert get(queue, 0).outputs == [last("a"), EngineCoreOutput("b", [2])]
     assert len(table) == 1
 
 
@@ -114,7 +124,7 @@ def test_an_interrupted_batch_wakes_another_thread(
     """A thread that waits at the queue gets what an interrupted one has put back."""
     outputs = table.outputs
     got: list[EngineCoreOutputs] = []
-    thread = threading.Thread(target=lambda: got.append(queue.get(Deadline(DEADLOCK))))
+    thread = threading.Thread(target=lambda: got.append(get(queue, DEADLOCK)))
 
     def interrupted(columns: Columns) -> EngineCoreOutputs:
         monkeypatch.setattr(table, "outputs", outputs)
@@ -125,7 +135,7 @@ def test_an_interrupted_batch_wakes_another_thread(
     monkeypatch.setattr(table, "outputs", interrupted)
     queue.put(batch({"a": table.add("a")}, last("a")))
     with pytest.raises(KeyboardInterrupt):
-        queue.get(Deadline(0))
+        get(queue, 0)
     thread.join(DEADLOCK)
     assert got[0].outputs == [last("a")]
 
@@ -135,7 +145,7 @@ def test_rows_of_the_interrupted_thread_are_dropped(table: InFlight, queue: Outp
     keys = {"mine": table.add("mine"), "other": table.add("other")}
     queue.unread.append(batch(keys, last("mine"), last("other")))
     table.discard(keys["mine"])
-    assert queue.get(Deadline(0)).outputs == [last("other")]
+    assert get(queue, 0).outputs == [last("other")]
 
 
 def test_an_interrupt_at_the_end_marker_loses_no_end(queue: OutputQueue) -> None:
@@ -143,4 +153,4 @@ def test_an_interrupt_at_the_end_marker_loses_no_end(queue: OutputQueue) -> None
     queue.end(lambda: ConnectionError("over"))
     queue.unread.append(queue.queue.get())
     with pytest.raises(ConnectionError):
-        queue.get(Deadline(None))
+        get(queue, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import signal
 import threading
 import time
 import weakref
@@ -495,3 +496,49 @@ def test_an_interrupt_undoes_what_its_thread_has_in_flight(monkeypatch: pytest.M
         client.add_request(make_request("running", 2))
         assert [len(outputs) for outputs in collect(client, 1).values()] == [2]
         assert client.call_utility("info")["requests"] == []
+
+
+def test_what_an_interrupt_left_is_undone_by_the_next_call() -> None:
+    """A call that ended without a word of it, because an interrupt came in what handles another, is undone later."""
+    with scripted_client(Script(step_seconds=0.001)) as client:
+        client.add_request(make_request("running", 100_000))
+        client.get_output(timeout=20)
+        session_of(client).callers.add(threading.get_ident())
+        assert client.call_utility("info")["requests"] == []
+        client.add_request(make_request("running", 2))
+        assert [len(outputs) for outputs in collect(client, 1).values()] == [2]
+        assert not session_of(client).callers
+
+
+def test_a_signal_handler_may_call_inside_of_a_call() -> None:
+    """Calls that a handler makes while its thread waits work, and what the thread has in flight goes on."""
+    with scripted_client(Script(step_seconds=0.002)) as client:
+        told: list[Any] = []
+
+        def handler(*_: Any) -> None:
+            told.append(client.call_utility("echo", len(told)))
+            client.add_request(make_request(f"from the handler {len(told)}", 2))
+
+        before = signal.signal(signal.SIGUSR1, handler)
+        try:
+            client.add_request(make_request("long", 200))
+            over = threading.Event()
+
+            def disturb() -> None:
+                while not over.wait(0.02):
+                    os.kill(os.getpid(), signal.SIGUSR1)
+
+            thread = threading.Thread(target=disturb)
+            thread.start()
+            found = collect(client, 1)
+            while "long" not in found or not found["long"][-1].finished:
+                for name, outputs in collect(client, 1).items():
+                    found.setdefault(name, []).extend(outputs)
+            over.set()
+            thread.join()
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert sum(len(output.new_token_ids) for output in found["long"]) == 200
+        assert told == list(range(len(told)))
+        assert len(told) > 3
+        assert all(len(outputs) <= 2 for name, outputs in found.items() if name != "long")
