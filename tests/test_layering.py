@@ -54,7 +54,7 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "arena_room": {"arena_blocks", "arena_memory", "arena_table"},
         "arena_table": {"arena_blocks"},
         "boot": {"descriptors"},
-        "channel": {"arena"},
+        "channel": {"arena", "outgoing"},
         "handle": {"exits"},
         "launcher": {"descriptors", "handle", "multiproc"},
         "multiproc": {"aside", "boot", "descriptors", "handle"},

@@ -26,18 +26,19 @@ import threading
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from engine_client.errors import ClosedError
 from engine_client.ipc.arena_memory import create_memory
 from engine_client.ipc.arena_reader import ArenaReader
-from engine_client.ipc.arena_room import Allocation, ArenaRoom, Block, Claim
+from engine_client.ipc.arena_room import Allocation, ArenaRoom, Block, Claim, claiming
 from engine_client.ipc.arena_table import (
     FREE,
     MAX_PARTIES,
     RELEASED,
     SENT,
     SLOTS,
+    copy,
     make_owner,
     make_stamp,
     party_of,
@@ -48,9 +49,6 @@ from engine_client.protocol.framing import Segment
 __all__ = ["ArenaReader", "ArenaWriter", "create_memory"]
 
 T = TypeVar("T")
-
-_COPY_SLICE: Final = 4 << 20
-"""Bytes copied at a time; a copy holds the GIL, and another thread's turn should come within a millisecond."""
 
 
 class ArenaWriter:
@@ -81,7 +79,7 @@ class ArenaWriter:
         self._generation = 0
         self._copying: set[Block] = set()  # being filled
         self._allocations: dict[int, Allocation] = {}  # by address
-        self._fallbacks = 0
+        self.fallbacks = 0  # buffers that found no room
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
@@ -92,20 +90,19 @@ class ArenaWriter:
         returns, for callers to whom an interrupt might come in between.
         """
         self._check_party(party)
-        claim = Claim()
-        try:
-            placed = self._exclusively(lambda: self._place_locked(claim, data.nbytes, party)) if data.nbytes else None
-            if placed is None:
-                return None
-            segment, block, target = placed
-            for begin in range(0, len(target), _COPY_SLICE):
-                target[begin : begin + _COPY_SLICE] = data[begin : begin + _COPY_SLICE]
-            self._orders.append((ArenaWriter._end_copy_locked, block))
-            if into is not None:
-                into.append(segment)
-        except BaseException:
-            self._orders.append((ArenaWriter._take_back_locked, claim))
-            raise
+        if not data.nbytes:
+            return None
+        return claiming(lambda claim: self._put(claim, data, party, into), self._orders, ArenaWriter._take_back_locked)
+
+    def _put(self, claim: Claim, data: memoryview, party: int, into: list[Segment] | None) -> Segment | None:
+        placed = self._exclusively(lambda: self._place_locked(claim, data.nbytes, party))
+        if placed is None:
+            return None
+        segment, block, target = placed
+        copy(data, target)
+        self._orders.append((ArenaWriter._end_copy_locked, block))
+        if into is not None:
+            into.append(segment)
         return segment
 
     def allocate(self, nbytes: int) -> memoryview:
@@ -137,15 +134,14 @@ class ArenaWriter:
         import ctypes  # noqa: PLC0415  # loaded since the first allocation
 
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        claim = Claim()
-        try:
+
+        def publish(claim: Claim) -> Segment | None:
             segment = self._exclusively(lambda: self._publish_at_locked(claim, address, view.nbytes, party))
             if segment is not None and into is not None:
                 into.append(segment)
-        except BaseException:
-            self._orders.append((ArenaWriter._take_back_locked, claim))
-            raise
-        return segment
+            return segment
+
+        return claiming(publish, self._orders, ArenaWriter._take_back_locked)
 
     def _check_party(self, party: int) -> None:
         if not 0 <= party < self._parties:
@@ -188,11 +184,6 @@ class ArenaWriter:
         return self._room.blocks.capacity
 
     @property
-    def fallbacks(self) -> int:
-        """Return how many buffers found no room."""
-        return self._fallbacks
-
-    @property
     def medium(self) -> str:
         """Say, for the log, what buffers travel through."""
         return self._room.medium
@@ -210,11 +201,13 @@ class ArenaWriter:
                 return None  # a signal handler, or a finalizer, on the thread that is inside
             try:
                 self._busy = True
+                if self._torn:
+                    self._mend_locked()
+                self._torn = True  # unless it is taken back below
                 self._settle_locked()
-                return action()
-            except BaseException:
-                self._torn = True
-                raise
+                result = action()
+                self._torn = False
+                return result
             finally:
                 self._busy = False
                 if self._closed:
@@ -225,8 +218,6 @@ class ArenaWriter:
 
     def _settle_locked(self) -> None:
         """Do what was put off, and take back what was released since.  Requires ``_lock``."""
-        if self._torn:
-            self._mend_locked()
         while self._orders:
             order, argument = self._orders[0]
             order(self, argument)  # doing it twice does no harm, forgetting it would
@@ -289,7 +280,7 @@ class ArenaWriter:
     def _take_locked(self, nbytes: int) -> Block | None:
         """Return a new block; count it if there is no room.  Requires ``_lock``."""
         block = None if self._closed else self._room.take(nbytes)
-        self._fallbacks += block is None
+        self.fallbacks += block is None
         return block
 
     def _publish_at_locked(self, claim: Claim, address: int, nbytes: int, party: int) -> Segment | None:
@@ -308,7 +299,7 @@ class ArenaWriter:
         """Fill a slot; None if all are in use.  Requires ``_lock``."""
         table = self._room.table
         if table is None or (not self._free_slots and self._slots_used == SLOTS):
-            self._fallbacks += 1
+            self.fallbacks += 1
             return None
         if self._free_slots:
             slot = self._free_slots.pop()

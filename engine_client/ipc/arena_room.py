@@ -14,14 +14,17 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Iterable
-from typing import Any, Final
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeVar
 
 from engine_client.ipc.arena_blocks import PAGE, FreeBlocks, size_class, whole_pages
 from engine_client.ipc.arena_memory import describe_memory, memory_room, reserve
 from engine_client.ipc.arena_table import TABLE_SIZE, Table, map_memory, prefault
 
-__all__ = ["Allocation", "ArenaRoom", "Block", "Claim"]
+__all__ = ["Allocation", "ArenaRoom", "Block", "Claim", "claiming"]
+
+T = TypeVar("T")
 
 _STEP: Final = 1 << 20
 """Least number of bytes by which memory grows: first to ask how much there is costs 0.1 ms."""
@@ -49,6 +52,21 @@ class Claim:
     def __init__(self) -> None:
         self.block: Block | None = None
         self.stamp = 0
+
+
+def claiming(function: Callable[[Claim], T], orders: deque[Any], undo: Callable[..., object]) -> T:
+    """Return ``function(claim)``; if that raises, append ``(undo, claim)`` to ``orders``."""
+    claim = Claim()
+    try:
+        try:
+            return function(claim)
+        except BaseException:
+            orders.append((undo, claim))
+            raise
+    except BaseException:
+        # Once more: on Python 3.10 a second interrupt may come before the first line of what handles the first.
+        orders.append((undo, claim))
+        raise
 
 
 class Allocation(weakref.ref[Any]):

@@ -32,6 +32,7 @@ from typing import Final
 from engine_client.errors import RemoteProtocolError
 from engine_client.interfaces import Buffer
 from engine_client.ipc.arena import ArenaReader, ArenaWriter
+from engine_client.ipc.outgoing import Outgoing
 from engine_client.protocol.framing import FrameReader, Kind, RawFrame, Segment, pack_prefix
 from engine_client.protocol.wire import Frame
 
@@ -52,33 +53,6 @@ arrive where memory cannot be mapped, or is not yet."""
 
 _MOST_READS: Final = 64
 """Reads in one ``receive``, so that one busy peer does not keep its reader from the others."""
-
-
-class _Outgoing:
-    """A frame that is being written: its parts, and the counts of the writes that succeeded."""
-
-    __slots__ = ("is_queued", "parts", "size", "written")
-
-    def __init__(self, parts: list[Buffer]) -> None:
-        self.is_queued = False  # set a moment before it is true
-        self.parts = parts
-        self.size = sum(len(part) for part in parts)
-        self.written: list[int] = []
-
-    def remaining(self) -> list[Buffer]:
-        """Return the parts that are not written yet, the first one cut to what is left of it."""
-        done = sum(self.written)
-        if not done:
-            return self.parts
-        for index, part in enumerate(self.parts):
-            if done < len(part):
-                return [memoryview(part)[done:], *self.parts[index + 1 :]]
-            done -= len(part)
-        return []
-
-    def owned(self) -> _Outgoing:
-        """Return what is left as a copy, so that nobody else's memory is referred to."""
-        return _Outgoing([bytes(part) for part in self.remaining()])
 
 
 class Channel:
@@ -122,7 +96,7 @@ class Channel:
         # -- guarded by _lock --
         self._lock = threading.RLock()
         self._flushing = False
-        self._backlog: deque[_Outgoing] = deque()
+        self._backlog: deque[Outgoing] = deque()
         self._broken: BaseException | None = None
 
     def __repr__(self) -> str:
@@ -163,30 +137,41 @@ class Channel:
         """
         if self._revoked:
             self._cancel_revoked()
-        segments: list[Segment] = []
-        outgoing = None
+        outgoing = Outgoing()
         try:
-            outgoing = self._prepare(frame, segments)
+            return self._send(outgoing, frame)
+        except BaseException:
+            # As in _send: on Python 3.10 a second interrupt may come before the first line of what handles the first.
+            if not outgoing.is_queued:
+                self._revoked.append(outgoing.segments)
+                self._cancel_revoked()
+            raise
+
+    def _send(self, outgoing: Outgoing, frame: Frame) -> bool:
+        """Place the buffers, queue the frame, and write what fits."""
+        try:
+            self._prepare(outgoing, frame)
             with self._lock:
                 self._check_locked()
                 outgoing.is_queued = True
                 self._backlog.append(outgoing)  # from here on the frame goes out whole, whatever interrupts this thread
                 return self._flush_locked(outgoing)
         except BaseException:
-            if outgoing is None or not outgoing.is_queued:
-                self._revoked.append(segments)  # in one C call, so that a second interrupt does not come before it
+            if not outgoing.is_queued:
+                self._revoked.append(outgoing.segments)  # in one C call: a second interrupt does not come before it
                 self._cancel_revoked()
             raise
 
-    def _prepare(self, frame: Frame, segments: list[Segment]) -> _Outgoing:
-        """Place the buffers, and return what is to be written; ``segments`` is filled as they are placed."""
+    def _prepare(self, outgoing: Outgoing, frame: Frame) -> None:
+        """Place the buffers, and put together what is to be written."""
+        segments = outgoing.segments
         inline = self._place(frame, segments) if frame.buffers else []
         header = frame.header
         prefix = pack_prefix(frame.kind, frame.flags, frame.ref, len(header), segments)
         parts: list[Buffer] = [prefix + header] if len(header) < _JOIN_BELOW else [prefix, header]
-        return _Outgoing(parts + inline if inline else parts)
+        outgoing.fill(parts + inline if inline else parts)
 
-    def _own_locked(self, outgoing: _Outgoing) -> None:
+    def _own_locked(self, outgoing: Outgoing) -> None:
         """Copy what is left of a frame that is wherever in the backlog.  Requires ``_lock``, and that no one pops."""
         for index, waiting in enumerate(list(self._backlog)):
             if waiting is outgoing:
@@ -243,7 +228,7 @@ class Channel:
         if self._fd < 0:
             raise BrokenPipeError(f"{self.name}: the channel is closed")
 
-    def _flush_locked(self, new: _Outgoing | None = None) -> bool:
+    def _flush_locked(self, new: Outgoing | None = None) -> bool:
         """Write until the pipe is full or nothing is left; copy what then is left of ``new``.  Requires ``_lock``."""
         if self._flushing:  # re-entered on this thread: the outer call goes on with the backlog
             if new is not None:
@@ -262,7 +247,7 @@ class Channel:
             finally:
                 self._flushing = False
 
-    def _write_locked(self, outgoing: _Outgoing) -> bool:
+    def _write_locked(self, outgoing: Outgoing) -> bool:
         """Make one write of the first frame; return False when the pipe is full.  Requires ``_lock``."""
         parts = outgoing.remaining()
         if parts:

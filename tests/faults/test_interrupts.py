@@ -76,7 +76,7 @@ def until_interrupted(operation):
     frame, line = frames[-1]
     # Where a method begins it has done nothing yet: as if the interrupt had come just before it was called.
     text = linecache.getline(frame.f_code.co_filename, line or frame.f_code.co_firstlineno).strip()
-    return frame is not where[0] or not text.startswith(("def ", "me = "))
+    return frame is not where[0] or not text.startswith(("def ", "begun, me = ", "taken: "))
 
 
 def main():

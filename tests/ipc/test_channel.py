@@ -364,7 +364,7 @@ def test_without_memory_for_the_rest_a_frame_is_refused_or_goes_out_as_it_is(mon
 
     with pair() as (left, right):
         with monkeypatch.context() as patch:
-            patch.setattr("engine_client.ipc.channel._Outgoing.owned", no_memory)
+            patch.setattr("engine_client.ipc.outgoing.Outgoing.owned", no_memory)
             assert not left.send(frame(b"begun", bytes(3 << 20)))
             with pytest.raises(MemoryError):
                 left.send(frame(b"refused", bytes(100)))
