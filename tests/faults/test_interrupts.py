@@ -413,10 +413,10 @@ def test_bc50_a_failure_while_the_payload_is_placed(
     assert writer is not None
     put = writer.put
 
-    def fail_at_the_second(data: memoryview, party: int = 0) -> Any:
+    def fail_at_the_second(*args: Any) -> Any:
         if writer.used:
             raise exhausted
-        return put(data, party)
+        return put(*args)
 
     with monkeypatch.context() as patch:
         patch.setattr(writer, "put", fail_at_the_second)

@@ -7,6 +7,7 @@ how things are.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import fcntl
 import json
 import os
@@ -188,6 +189,7 @@ def obey(fds: EngineFds, launcher_pid: int, line: Lifeline | None = None) -> Non
             line.guard_descendants()
             tell(fds, {"guards": len(line.guards)})
         elif what == "native":
+            faulthandler.disable()  # pytest's: a forked child's planned death is no news
             tell(fds, {})  # what follows does not come back
             NATIVE[argument]()
         else:

@@ -178,9 +178,10 @@ def lie_here(client: SyncMPClient, how: str) -> None:
 def _lie_once(writer: Any, how: str) -> None:
     real = writer.put
 
-    def put(*args: Any) -> Any:
+    def put(data: memoryview, party: int, into: list[Segment]) -> Segment:
         writer.put = real
-        return BAD_SEGMENTS[how](real(*args))
+        into.append(BAD_SEGMENTS[how](real(data, party)))
+        return into[-1]
 
     writer.put = put
 
