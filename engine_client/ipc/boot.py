@@ -24,9 +24,7 @@ __all__ = ["begin", "main", "resolve", "secure_signals", "secure_std_fds"]
 def main() -> None:
     """Run the entry that ``launcher.BOOT`` was started with; the arguments are those of ``launcher``."""
     _, _, _, entry, launcher_pid, sentinel, *rest = sys.argv
-    count = len(EngineFds._fields)
-    fds = EngineFds.from_args(rest[:count])
-    sys.path[:0] = rest[count:]
+    fds, sys.path[:0] = EngineFds.from_args(rest)
     del sys.argv[1:]
     if int(sentinel) >= 0:
         os.set_inheritable(int(sentinel), False)

@@ -141,7 +141,7 @@ def _launch_exec(name: str, fds: EngineFds, entry: str, path: Sequence[str]) -> 
                 *fds.to_args(),
                 *path,
             ],
-            [*fds, write_end][: 6 if pipe is None else 7],
+            [*fds] if pipe is None else [*fds, write_end],
         )
         try:
             handle = ChildHandle(name, pid, fallback=None if pipe is None else pipe[0])

@@ -106,11 +106,14 @@ def launch_multiprocessing(
             stacklevel=_level_of_the_host(),
         )
     context: Any = multiprocessing.get_context(method)
-    setting = {} if method == "fork" else _setting()
+    setting = {"path": list(path)} | ({} if method == "fork" else _setting())
     with _passed_on(method, fds) as passed:
         closed = [_identity(fd) for fd in (*parent_fds, *fds)] if method == "fork" else []
         process: ForkProcess | SpawnProcess | ForkServerProcess = context.Process(
-            target=_run_child, name=name, args=(entry, os.getpid(), passed, closed, setting, list(path)), daemon=False
+            target=_run_child,
+            name=name,
+            args=(entry, os.getpid(), fds, passed, closed, setting, list(path)),
+            daemon=False,
         )
         try:
             with _without_pseudo_main():
@@ -230,10 +233,10 @@ def _identity(fd: int) -> tuple[int, int, int]:
 def _run_child(
     entry: str,
     launcher_pid: int,
+    shape: EngineFds,
     passed: list[int],
     closed: list[tuple[int, int, int]],
     setting: dict[str, Any],
-    path: list[str],
 ) -> None:
     """Be what a process started by ``exec`` is, then call the entry."""
     for fd, device, inode in closed:
@@ -242,13 +245,13 @@ def _run_child(
                 os.close(fd)
     if os.getpgrp() != os.getpid():
         os.setsid()
-    if setting:
+    if "environment" in setting:
         os.environ.clear()
         os.environ.update(setting["environment"])
         with suppress(OSError, KeyError):  # removed meanwhile, or before
             os.chdir(setting["directory"])
-    sys.path[:0] = path
-    fds = EngineFds(*passed)
+    sys.path[:0] = setting["path"]
+    fds = shape.replaced(passed)
     boot.begin(fds)
     boot.resolve(entry)(fds, launcher_pid)
 
