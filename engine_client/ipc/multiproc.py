@@ -112,7 +112,7 @@ def launch_multiprocessing(
         process: ForkProcess | SpawnProcess | ForkServerProcess = context.Process(
             target=_run_child,
             name=name,
-            args=(entry, os.getpid(), fds, passed, closed, setting, list(path)),
+            args=(entry, os.getpid(), fds, passed, closed, setting),
             daemon=False,
         )
         try:
