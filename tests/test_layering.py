@@ -55,6 +55,7 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "arena_table": {"arena_blocks"},
         "boot": {"descriptors"},
         "channel": {"arena", "outgoing"},
+        "group_page": {"arena_memory", "descriptors"},
         "handle": {"exits"},
         "launcher": {"descriptors", "handle", "multiproc"},
         "multiproc": {"aside", "boot", "descriptors", "handle"},

@@ -2,7 +2,7 @@
 
 ::
 
-    engine: StatusWriter ── 8-byte stores ──▶ [words | log ring] ──▶ StatusReader: client, load balancer, peers
+    engine: StatusWriter ── 8-byte stores ──▶ [words | log ring] ──▶ StatusReader: client, load balancer
 
 Each word is written by one process and is whole when read, since an aligned 8-byte store is one instruction; two words
 may be a step apart.  Nothing else is needed to write than a store, so a page costs the engine well below a microsecond
@@ -40,7 +40,6 @@ _STEP_BEGAN_AT: Final = 4  # a float, as the next one
 _LAST_STEP_AT: Final = 5
 _LOG_CLAIMED: Final = 6  # bytes ever written to the ring, before the bytes are there ...
 _LOG_WRITTEN: Final = 7  # ... and after
-_VOTES: Final = 8  # two words, for even and odd rounds
 _SPIN: Final = 16
 
 _STRAYS: Final = 128  # how many, then for each pid and start
@@ -151,10 +150,6 @@ class StatusWriter:
         """Say how many requests there are, outside of a step."""
         self._words[_COUNTS] = waiting << 32 | running
 
-    def vote(self, round_number: int, flags: int) -> None:
-        """Cast the vote of a lock-step round, with up to 16 flags; the round before stays readable."""
-        self._words[_VOTES + (round_number & 1)] = round_number + 1 << 16 | flags  # 0 is: never voted
-
     def spin(self, front_end: int) -> None:
         """Change the front-end's spin word: something was just written to its channel."""
         self._words[_SPIN + front_end % SPIN_WORDS] += 1
@@ -243,11 +238,6 @@ class StatusReader:
         """Return how many requests wait and run: ``snapshot`` for a load balancer in a hurry."""
         counts = self._words[_COUNTS]
         return counts >> 32, counts & _COUNT_MASK
-
-    def vote(self, round_number: int) -> int | None:
-        """Return the flags that the engine voted with in a round; None if it has not voted, or is beyond it."""
-        word = self._words[_VOTES + (round_number & 1)]
-        return word & 0xFFFF if word >> 16 == round_number + 1 else None
 
     def spin_word(self, front_end: int) -> int:
         """Return a number that changes whenever something is written to the front-end's channel."""

@@ -102,17 +102,6 @@ def test_idle_counts_are_no_step(page):
     assert page.reader.snapshot() == EngineStatus(waiting=2**31, running=5)
 
 
-def test_votes_of_two_rounds_are_kept(page):
-    """A vote is found by its round; the one before stays readable, older and future ones are None."""
-    assert [page.reader.vote(n) for n in range(3)] == [None] * 3
-    for number in range(5):
-        page.writer.vote(number, number & 3)
-    assert [page.reader.vote(n) for n in range(7)] == [None, None, None, 3, 0, None, None]
-    page.writer.vote(5, 0)
-    page.writer.vote(5, 0xFFFF)
-    assert page.reader.vote(5) == 0xFFFF
-
-
 def test_spin_words_are_per_front_end(page):
     """A front-end's spin word changes when something is written to it, and only then; far ones share words."""
     before = [page.reader.spin_word(n) for n in range(SPIN_WORDS)]
