@@ -7,7 +7,7 @@ import re
 import pytest
 
 from engine_client.engine import busy_loop
-from engine_client.protocol import lifecycle
+from engine_client.protocol import lifecycle, waves
 from engine_client.protocol.framing import Kind
 from helpers.tree import MODULES, TESTS, Module
 
@@ -39,6 +39,17 @@ def test_the_busy_loop():
     """The table of the loop's states is the code's."""
     shown = {state: [name for name in names.split(", ") if name] for state, names in table("| state | may become |")}
     actual = {state.name: [to.name for to in targets] for state, targets in busy_loop.TRANSITIONS.items()}
+    assert shown == actual
+
+
+def test_the_waves_of_ranks():
+    """The table of lock-step ranks is the code's."""
+    shown = {(state, event): move for state, event, *move in table("| rank | when | becomes | action |")}
+    actual = {
+        (state.name, event.name): [move.state.name, move.action.name]
+        for state, moves in waves.TRANSITIONS.items()
+        for event, move in moves.items()
+    }
     assert shown == actual
 
 
