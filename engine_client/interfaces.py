@@ -15,7 +15,7 @@ from typing import Any, Protocol, Union
 
 from engine_client.messages import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
 
-__all__ = ["Buffer", "EngineContext", "EngineCore", "ProcessHandle", "ProgressCallback"]
+__all__ = ["Buffer", "EngineContext", "EngineCore", "LockStepCore", "ProcessHandle", "ProgressCallback"]
 
 Buffer = Union[bytes, bytearray, memoryview]
 ProgressCallback = Callable[[str, int, int], None]
@@ -58,7 +58,7 @@ class EngineCore(Protocol):
         """End every request with reason ABORT; the outputs that say so come from ``take_outputs``."""
 
     def post_step(self, model_executed: bool) -> None:
-        """Follow up on a step, before its outputs are sent."""
+        """Follow up on a step, before its outputs are sent; or on a wave of lock-step ranks that is complete."""
 
     def has_work(self) -> bool:
         """Tell whether ``step_fn`` has anything to do now."""
@@ -77,6 +77,16 @@ class EngineCore(Protocol):
 
     def shutdown(self) -> None:
         """Release everything; called once, last."""
+
+
+class LockStepCore(EngineCore, Protocol):
+    """What the busy loop needs of an engine beside, when it is a rank of a lock-step group."""
+
+    group_is_idle: Callable[[], bool]
+    """Set by the loop: tells whether no wave runs.  A pause is complete when this is true, and not before."""
+
+    def execute_dummy_batch(self) -> None:
+        """Run a step without requests, for the sake of other ranks."""
 
 
 class ProcessHandle(Protocol):

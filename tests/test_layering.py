@@ -65,14 +65,14 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "wakeup": {"descriptors"},
     },
     "engine": {
-        "busy_loop": {"front_end", "utility_calls"},
+        "busy_loop": {"front_end", "lock_step", "utility_calls"},
         "control": {"executor", "pause", "profile", "scheduler"},
         "core": {"batch", "control", "executor", "intake", "limits", "request", "scheduler", "step_log"},
         "executor": {"batch"},
         "intake": {"executor", "limits", "request", "stop"},
         "kv_cache": {"kv_blocks", "limits", "request"},
         "limits": {"executor"},
-        "main": {"busy_loop", "core", "executor", "front_end", "lifeline", "log_ring"},
+        "main": {"busy_loop", "core", "executor", "front_end", "lifeline", "lock_step", "log_ring"},
         "outbox": {"batch", "request", "stop"},
         "queues": {"request"},
         "request": {"batch", "kv_blocks", "stop"},
@@ -81,14 +81,24 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "utility_calls": {"front_end"},
     },
     "clients": {
+        "aio": {"aio_streams", "fan_out", "link", "mailbox", "mp", "traffic", "utilities"},
+        "aio_streams": {"fan_out", "mailbox", "outputs", "streams"},
+        "data_parallel": {"aio"},
         "endings": {"link"},
+        "fan_out": {"calls", "link"},
         "inproc": {"base", "utilities"},
-        "mp": {"base", "session", "start"},
+        "link": {"calls"},
+        "mailbox": {"calls"},
+        "mp": {"base", "session", "starter"},
         "outputs": {"in_flight"},
+        "room": {"link"},
+        "router": {"in_flight", "link"},
         "session": {"endings", "link", "traffic"},
         "start": {"endings", "link"},
-        "sync": {"mp", "utilities"},
-        "traffic": {"calls", "endings", "in_flight", "link", "outputs"},
+        "starter": {"link", "session", "start"},
+        "streams": {"outputs"},
+        "sync": {"mp", "streams", "utilities"},
+        "traffic": {"calls", "endings", "fan_out", "in_flight", "link", "outputs", "room", "router", "streams"},
     },
     "executors": {
         "ngram": {"corpus", "ngram_model", "sampling"},
@@ -109,6 +119,8 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
 
 LATE_EXCEPTIONS = {
     # The factories name the clients, which are built on the interface that the factories belong to.
+    ("clients.base", "clients.aio"),
+    ("clients.base", "clients.data_parallel"),
     ("clients.base", "clients.sync"),
     ("clients.base", "clients.inproc"),
 }

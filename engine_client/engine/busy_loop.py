@@ -4,15 +4,16 @@
 
     channels ─▶ receive ─▶ dispatch ─▶ EngineCore.add / abort / utility
         ▲                                   │
-        │        ┌── has_work? ── no: block in the selector
-        │        ▼ yes
+        │        ┌── Pace.look ── nothing to do: block in the selector
+        │        ▼ a step
         │     step_fn ─▶ post_step ─▶ receive (aborts of this moment count) ─▶ outputs ─▶ channels
 
 An error that belongs to one request ends that request with reason ERROR; one that belongs to a utility call answers
 that call; only an exception of a step (and SystemExit and its like) ends the loop, and ``run`` raises it.
 
 Invariants: I1 (the one reader of the engine's channels), I2 (every utility call is answered, deferred ones when the
-loop ends at the latest), I7 (blocks in the selector only, which signals and answers interrupt).
+loop ends at the latest), I7 (blocks in the selector only, which signals and answers interrupt; also while the other
+ranks of a group have not voted).
 
 Threads: everything runs on the thread that calls ``run``; only ``request_shutdown`` and the done-callbacks of deferred
 utilities may come from elsewhere (a signal handler, an executor's thread), and ``fail``: they store and wake.
@@ -30,6 +31,7 @@ from typing import Final, TypeVar
 
 from engine_client.deadline import Deadline
 from engine_client.engine.front_end import FrontEnd
+from engine_client.engine.lock_step import Alone, Pace
 from engine_client.engine.utility_calls import UtilityCalls
 from engine_client.errors import EngineDeadError
 from engine_client.interfaces import EngineCore
@@ -38,6 +40,7 @@ from engine_client.ipc.user_main import decoding
 from engine_client.ipc.wakeup import Wakeup
 from engine_client.messages import EngineCoreOutputs
 from engine_client.protocol.framing import Flag, Kind
+from engine_client.protocol.waves import Action
 from engine_client.protocol.wire import Frame, decode_add, decode_utility
 
 __all__ = ["TRANSITIONS", "BusyLoop", "LoopState"]
@@ -46,6 +49,9 @@ T = TypeVar("T")
 
 _IDLE_YIELD: Final = 0.001
 """Seconds to wait when a step had work and ran nothing, so that a waiting executor does not spin."""
+
+_PEER_POLL: Final = 0.002
+"""Seconds after which a rank in lock-step looks again whether the others have voted."""
 
 _STALL_LIMIT: Final = 1.0
 """Seconds in which a front-end over its limit must take something, where it holds up others."""
@@ -84,9 +90,10 @@ class BusyLoop:
             others wait too, one that does not read at all is cut off.
         ensure_main: runs the client's main module in this process, for payloads that name its objects.
         look_around: called when the engine's code may have started processes, before anybody can know of them.
+        pace: that of a rank in lock-step.
     """
 
-    def __init__(  # noqa: PLR0913  # the engine's surroundings, the last four by name
+    def __init__(  # noqa: PLR0913  # the engine's surroundings, most of them by name
         self,
         engine: EngineCore,
         front_ends: list[FrontEnd],
@@ -96,6 +103,7 @@ class BusyLoop:
         backlog_limit: int = 64 * 1024 * 1024,
         ensure_main: Callable[[], None] = lambda: None,
         look_around: Callable[[], None] = lambda: None,
+        pace: Pace | None = None,
     ) -> None:
         self.state = LoopState.RUNNING
         self.reason = ""
@@ -106,6 +114,7 @@ class BusyLoop:
         self._backlog_limit = backlog_limit
         self._ensure_main = ensure_main
         self._look_around = look_around
+        self._pace: Pace = pace or Alone()
         self._wakeup = Wakeup()
         self._calls = UtilityCalls(
             engine.utilities(),
@@ -150,10 +159,7 @@ class BusyLoop:
         """
         try:
             while self._handle_shutdown():
-                if self._engine.has_work() and not any(map(self._is_full, self._front_ends)):
-                    self._step()
-                else:
-                    self._wait()
+                self._turn()
                 self._read()
             self._finish()
         finally:
@@ -162,18 +168,36 @@ class BusyLoop:
             self._wakeup.close()
         return self.reason
 
+    def _turn(self) -> None:
+        """Do what it is time for: a step, the end of a wave, or wait."""
+        can_step = self._engine.has_work() and not any(map(self._is_full, self._front_ends))
+        action = self._pace.look(has_work=can_step)
+        if action is Action.SLEEP:
+            self._sleep()
+        elif action is Action.WAIT:
+            self._wait(_PEER_POLL)
+        elif action is Action.COMPLETE:
+            self._end_wave()
+        else:
+            self._step(can_step=can_step)
+
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def _wait(self) -> None:
-        """Block until a front-end, a signal or an answer has something to say."""
+    def _sleep(self) -> None:
+        """Block until a front-end, a signal, an answer or another rank has something to say."""
         self._status.idle(*self._engine.counts())
         self._look_around()
-        timeout = self._drain.remaining()
+        with self._pace.listening(self._selector):
+            self._wait(None)
+
+    def _wait(self, timeout: float | None) -> None:
+        """Block until there is something to say, at most ``timeout`` seconds and as long as a shutdown may take."""
+        limits = [limit for limit in (timeout, self._drain.remaining()) if limit is not None]
         for front_end in self._front_ends:
             self._watch(front_end)
             if self._is_full(front_end):
-                timeout = _STALL_LIMIT if timeout is None else min(timeout, _STALL_LIMIT)
-        self._selector.select(timeout)
+                limits.append(_STALL_LIMIT)
+        self._selector.select(min(limits, default=None))
         self._wakeup.clear()
 
     def _watch(self, front_end: FrontEnd) -> None:
@@ -279,16 +303,28 @@ class BusyLoop:
 
     # -- stepping ------------------------------------------------------------------------------------------------------
 
-    def _step(self) -> None:
+    def _step(self, *, can_step: bool) -> None:
+        """Make a step; where a group needs one that this rank has nothing for, a dummy step."""
         self._status.step_begin()
-        outputs, executed = self._engine.step_fn()
+        outputs, executed = self._engine.step_fn() if can_step else (None, False)
+        if not executed:
+            self._pace.fill()
         self._status.step_end(*self._engine.counts())
         self._engine.post_step(executed)
         self._read_aborts()
         if outputs:
             self._send_outputs(outputs)
-        if not executed and not outputs and self._engine.has_work():
+        has_work = self._engine.has_work()
+        self._pace.stepped(unfinished=has_work)
+        if not executed and not outputs and has_work:
             time.sleep(_IDLE_YIELD)
+
+    def _end_wave(self) -> None:
+        """Have pauses answered that waited for the group, and tell the front-ends, if this rank is the one to do so."""
+        self._engine.post_step(False)
+        wave = self._pace.completed_wave
+        if wave is not None:
+            self._send_outputs({f.index: EngineCoreOutputs(wave_complete=wave) for f in self._front_ends if not f.gone})
 
     def _send_outputs(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
         for index, batch in outputs.items():
@@ -308,10 +344,12 @@ class BusyLoop:
             self._drain = Deadline(self._shutdown_timeout)
         if self._drain.expired():
             self._engine.abort_all()
-        return self._engine.has_work()
+            return self._engine.has_work()
+        return self._engine.has_work() or self._pace.is_in_wave
 
     def _finish(self) -> None:
         """Abort what could not run on, fail what is deferred, and let the last words leave."""
+        self._pace.leave()
         self._engine.abort_all()
         self._send_outputs(self._engine.take_outputs())
         self._calls.fail_all(_shutting_down)

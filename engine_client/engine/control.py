@@ -2,7 +2,10 @@
 
 ``EngineCore`` is one of these, with requests and steps.  Names and signatures are the reference's.
 
-Invariants: I2 (a pause that waits is answered: when drained, resumed or shut down).
+A pause is complete when no request runs that it lets end and, for a rank in lock-step, when its group is idle: until
+then the others count on this rank's steps, so its memory must not be taken from it.
+
+Invariants: I2 (a pause that waits is answered: when complete, resumed or shut down).
 
 Threads: the engine's thread only.
 """
@@ -60,6 +63,7 @@ class EngineControl:
         self.model_executor = executor
         self.scheduler = scheduler
         self._tells_ends = has_hook(executor, "finish_requests")
+        self.group_is_idle: Callable[[], bool] = _always  # replaced for a rank in lock-step
         self._waiters = DrainWaiters()
         self._profiler = Profiler()
 
@@ -68,12 +72,12 @@ class EngineControl:
         return {name: getattr(self, name) for name in UTILITIES}
 
     def _follow_up(self) -> None:
-        """Tell the executor which requests have ended, and answer those who wait for the engine to drain."""
+        """Tell the executor which requests have ended, and answer pauses that are complete."""
         ended = self.scheduler.outbox.take_ended()
         if ended and self._tells_ends:
             self.model_executor.finish_requests(ended)
-        if self._waiters and not self.scheduler.has_in_flight():
-            self._waiters.drained()
+        if self._waiters:
+            self._waiters.answer()
 
     def _end_control(self) -> None:
         """Fail who still waits, and write a profile that is being taken."""
@@ -92,8 +96,8 @@ class EngineControl:
             clear_cache: forget cached prefixes and inputs, once paused; what is frozen is computed anew then.
 
         Returns:
-            None when paused, or a future that is done when the last request in flight has ended; it fails if the
-            scheduler is resumed before.
+            None when paused, or a future that is done when the last request in flight has ended and ranks in lock-step
+            have agreed; it fails if the scheduler is resumed before.
 
         Raises:
             ValueError: an unknown mode.
@@ -108,10 +112,14 @@ class EngineControl:
             self._check_awake()
         self.scheduler.pause(mode)
         self._follow_up()
-        if mode == "wait" and self.scheduler.has_in_flight():
-            return self._waiters.add(then)
+        is_complete = self._is_drained if mode == "wait" else self.group_is_idle
+        if not is_complete():
+            return self._waiters.add(is_complete, then)
         then()
         return None
+
+    def _is_drained(self) -> bool:
+        return not self.scheduler.has_in_flight() and self.group_is_idle()
 
     def resume_scheduler(self) -> None:
         """Go on, with what was frozen and what was held back.
@@ -121,7 +129,7 @@ class EngineControl:
         """
         self._check_awake()
         self.scheduler.resume()
-        self._waiters.give_up("the scheduler was resumed before all requests in flight had ended")
+        self._waiters.give_up("the scheduler was resumed before the pause was complete")
 
     def _check_awake(self) -> None:
         if self.model_executor.is_sleeping:
@@ -139,7 +147,7 @@ class EngineControl:
             mode: as for ``pause_scheduler``.
 
         Returns:
-            None when asleep, or a future that is done when the last request in flight has ended and the engine sleeps.
+            None when asleep, or a future that is done when the pause is complete and the engine sleeps.
 
         Raises:
             ValueError: an unknown level or mode.
@@ -230,8 +238,9 @@ class EngineControl:
         return self.model_executor.collective_rpc(method, timeout, args, kwargs)
 
     def execute_dummy_batch(self) -> None:
-        """Run a step without requests."""
-        self.model_executor.execute_dummy_batch()
+        """Run a step without requests; while the executor sleeps there is nothing to run it with."""
+        if not self.model_executor.is_sleeping:
+            self.model_executor.execute_dummy_batch()
 
     def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> None:
         """Start or stop the executor's profiler, or ``cProfile`` if it has none; the log says which file it writes.
@@ -260,6 +269,11 @@ class EngineControl:
                 "sliding_window": None,
             }
         ]
+
+
+def _always() -> bool:
+    """Stand in for a group: an engine on its own is as idle as it is."""
+    return True
 
 
 def _nothing() -> None:

@@ -156,9 +156,10 @@ class EngineCore(EngineControl):
         return self.step()
 
     def post_step(self, model_executed: bool) -> None:
-        """Tell the executor which requests have ended, and answer those who wait for the engine to drain.
+        """Tell the executor which requests have ended, and answer pauses that are complete.
 
-        To be called after each step.  The futures it answers are to be replied to after the step's outputs.
+        To be called after each step, and when a wave of lock-step ranks is complete.
+        The futures it answers are to be replied to after the step's outputs.
         """
         self._follow_up()
 

@@ -25,12 +25,14 @@ from engine_client.deadline import Deadline
 from engine_client.engine import lifeline
 from engine_client.engine.busy_loop import BusyLoop
 from engine_client.engine.front_end import FrontEnd
+from engine_client.engine.lock_step import LockStep
 from engine_client.engine.log_ring import LogRing
 from engine_client.errors import RemoteProtocolError
 from engine_client.interfaces import EngineContext, EngineCore
 from engine_client.ipc.arena import ArenaReader, ArenaWriter
 from engine_client.ipc.channel import Channel
 from engine_client.ipc.descriptors import EngineFds
+from engine_client.ipc.group_page import GroupMember
 from engine_client.ipc.status_page import EngineState, StatusWriter
 from engine_client.ipc.user_main import decoding, ensure_main, importable
 from engine_client.protocol.codec import loads
@@ -90,6 +92,13 @@ def run_engine(fds: EngineFds, launcher_pid: int) -> None:
         sys.exit(code)
 
 
+def _set_rank(vllm_config: Any, rank: int) -> None:
+    """Tell this process's own copy of the configuration which of several engines it is for."""
+    parallel = getattr(vllm_config, "parallel_config", None)
+    if parallel is not None and getattr(parallel, "data_parallel_size", 1) > 1:
+        parallel.data_parallel_rank = parallel.data_parallel_index = rank
+
+
 def _enable_fault_reports(fd: int) -> None:
     """Write the Python stacks into memory that the launcher holds, on a native crash and on SIGUSR2."""
     import faulthandler  # noqa: PLC0415  # only an engine process needs it
@@ -109,6 +118,7 @@ class _Engine:
         self.phase = "handshake"
         self.loop: BusyLoop | None = None
         self.executor_error: BaseException | None = None
+        self.member: GroupMember | None = None
 
     def run(self) -> int:
         """Live from HELLO to the end; return the exit code."""
@@ -148,12 +158,15 @@ class _Engine:
             reader=ArenaReader(self.fds.arena_in, party=init.rank),
             threshold=options["arena_threshold"],
         )
+        if self.fds.group is not None:
+            self.member = GroupMember(self.fds.group, init.rank)
         front_end = FrontEnd(0, self.channel, init.rank, main_importable=importable(init.main))
         self.phase = "loading the configuration"
         if init.payload.needs_main:
             ensure_main(init.main)
         with decoding:
             vllm_config, executor_class, log_stats = loads(init.payload.header, init.payload.buffers)
+        _set_rank(vllm_config, init.rank)
         self.phase = "building the engine"
         module, _, function = init.target.partition(":")
         build = getattr(import_module(module), function)
@@ -182,6 +195,7 @@ class _Engine:
                 backlog_limit=init.options["backlog_limit"],
                 ensure_main=lambda: ensure_main(init.main),
                 look_around=self.lifeline.look,
+                pace=None if self.member is None else LockStep(engine, self.member),
             )
             self.lifeline.started()
             if self.executor_error is not None:

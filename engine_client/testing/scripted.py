@@ -93,6 +93,8 @@ class _Running:
 class ScriptedCore:
     """The engine; satisfies ``interfaces.EngineCore``.
 
+    As a rank in lock-step it counts its ``dummy_steps``, and completes a pause when the group is idle.
+
     ``collective_rpc`` with a function of your own may change what is public here, such as ``advance``, ``aborted``
     (what ``take_outputs`` reports) and ``step_error`` (what the next step raises).
     """
@@ -102,6 +104,9 @@ class ScriptedCore:
         self.rank = context.rank
         self.step_fn = self.step
         self.steps = 0
+        self.dummy_steps = 0
+        self.group_is_idle: Callable[[], bool] = lambda: True
+        self._pauses: list[Future[None]] = []
         self._config = vllm_config
         self._log_stats = log_stats
         self._running: dict[str, _Running] = {}
@@ -173,8 +178,17 @@ class ScriptedCore:
         self.steps += 1
         return self._by_client([self.advance(running) for running in list(self._running.values())]), True
 
+    def execute_dummy_batch(self) -> None:
+        """Count, and take the time of a step."""
+        time.sleep(self.script.step_seconds)
+        self.dummy_steps += 1
+
     def post_step(self, model_executed: bool) -> None:
-        """Do nothing."""
+        """Answer pauses once the group is idle."""
+        if self._pauses and self.group_is_idle():
+            pauses, self._pauses = self._pauses, []
+            for pause in pauses:
+                pause.set_result(None)
 
     def advance(self, running: _Running) -> tuple[int, EngineCoreOutput]:
         """Return a request's client and what it gets in this step; replace it to get other outputs."""
@@ -219,9 +233,10 @@ class ScriptedCore:
 
     def utilities(self) -> Mapping[str, Callable[..., Any]]:
         """Return the clients' own utilities with plain answers, and those that tests ask for."""
-        nothing = ("profile", "reset_mm_cache", "reset_encoder_cache", "execute_dummy_batch", "save_sharded_state")
+        nothing = ("profile", "reset_mm_cache", "reset_encoder_cache", "save_sharded_state")
         return {
             **dict.fromkeys(nothing, lambda *args: None),
+            "execute_dummy_batch": self.execute_dummy_batch,
             "add_lora": lambda request: True,
             "collective_rpc": self._collective_rpc,
             "get_supported_tasks": lambda: ("generate",),
@@ -263,10 +278,14 @@ class ScriptedCore:
         del timeout
         return [method(self, *args, **(kwargs or {}))]
 
-    def _pause(self, mode: str) -> None:
+    def _pause(self, mode: str) -> Future[None] | None:
         self._paused = True
         if mode == "abort":
             self.abort_all()
+        if self.group_is_idle():
+            return None
+        self._pauses.append(Future())
+        return self._pauses[-1]
 
     def _resume(self) -> None:
         self._paused = False
@@ -301,6 +320,7 @@ class ScriptedCore:
             "grandchildren": list(self._grandchildren),
             "requests": list(self._running),
             "steps": self.steps,
+            "dummy_steps": self.dummy_steps,
         }
 
 

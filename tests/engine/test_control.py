@@ -117,6 +117,22 @@ class TestPause:
             future.result(0)
         assert len(run(busy)["a"].tokens) == 2
 
+    @pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
+    def test_a_rank_in_lock_step_waits_for_its_group(self, busy, mode):
+        """However it pauses, a rank's pause is complete, and its caches are cleared, when the group is idle."""
+        idle: list[int] = []
+        busy.group_is_idle = lambda: bool(idle)
+        future = busy.pause_scheduler(mode)
+        while busy.has_work():
+            step(busy)
+        busy.post_step(False)
+        assert not future.done()
+        assert busy.is_scheduler_paused()
+        idle.append(1)
+        busy.post_step(False)
+        assert future.result(0) is None
+        assert ("reset_mm_cache",) in busy.model_executor.calls
+
     def test_keep_freezes_and_clears(self, busy):
         """A keeping pause is complete at once; what it froze is computed anew if the cache was cleared."""
         assert busy.pause_scheduler("keep") is None
@@ -234,6 +250,13 @@ class TestSleep:
         with pytest.raises(ValueError, match="must be 0, 1 or 2"):
             core.sleep(level)
         assert not core.is_sleeping()
+
+    def test_no_dummy_batch_reaches_a_sleeping_executor(self, core):
+        """A rank in lock-step that sleeps keeps pace without its executor."""
+        core.sleep()
+        before = list(core.model_executor.calls)
+        core.execute_dummy_batch()
+        assert core.model_executor.calls == before
 
     def test_unknown_tag_is_refused(self, core):
         """Another tag is a ValueError that names those that exist."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from concurrent.futures import wait
 
 import pytest
@@ -144,6 +145,23 @@ def test_start_that_dies():
         config = EngineConfig(additional_config={"script": Script(start_death="exit3")})
         build_engine(config, None, False, EngineContext())
     """).check(3)
+
+
+def test_a_rank_in_lock_step():
+    """Dummy steps are counted and take their time; a pause is answered when the group is idle."""
+    core = build(Script(step_seconds=0.01))
+    before = time.monotonic()
+    core.execute_dummy_batch()
+    assert time.monotonic() - before >= 0.01
+    assert call(core, "info")["dummy_steps"] == 1
+    idle: list[int] = []
+    core.group_is_idle = lambda: bool(idle)
+    future = call(core, "pause_scheduler", "abort")
+    core.post_step(False)
+    assert not future.done()
+    idle.append(1)
+    core.post_step(False)
+    assert future.result(0) is None
 
 
 def test_pause_and_resume():

@@ -1,0 +1,158 @@
+"""How an engine keeps pace: on its own, or in step with the other ranks of its group.
+
+::
+
+    BusyLoop ── look ──▶ STEP, WAIT, SLEEP, COMPLETE ◀── protocol.waves ── words and bell ──▶ ipc.group_page
+             ── fill ──▶ EngineCore.execute_dummy_batch, where a step had nothing to run
+             ── stepped ─▶ vote
+
+There is no coordinator: each rank decides for itself, from the same words.  ``protocol.waves`` explains the order of
+things and why all decide the same.  A peer that is slow only delays; one that died is the launcher's to see, who ends
+the group, so nothing here looks for it.
+
+Invariants: I7 (nothing here waits: the loop does, where channels and signals interrupt it).
+
+Threads: the busy loop's thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from selectors import EVENT_READ, BaseSelector
+from typing import Protocol, cast
+
+from engine_client.interfaces import EngineCore, LockStepCore
+from engine_client.ipc.group_page import GroupMember
+from engine_client.protocol.waves import Action, Waves
+
+__all__ = ["Alone", "LockStep", "Pace"]
+
+
+class Pace(Protocol):
+    """What the busy loop asks between steps."""
+
+    @property
+    def is_in_wave(self) -> bool:
+        """Tell whether other ranks count on this one's steps."""
+
+    @property
+    def completed_wave(self) -> int | None:
+        """Return the number of the wave that was completed last, if this rank is the one to tell front-ends."""
+
+    def look(self, *, has_work: bool) -> Action:
+        """Return what to do now; after START, JOIN and STEP a step is made, then ``stepped`` called."""
+
+    def fill(self) -> None:
+        """Make a step of one that had nothing to run, if others count on it."""
+
+    def stepped(self, *, unfinished: bool) -> None:
+        """Note that a step is done."""
+
+    def leave(self) -> None:
+        """Say that others must not wait for this rank any more; called once, last."""
+
+    def listening(self, selector: BaseSelector) -> AbstractContextManager[None]:
+        """Return a block in which the selector also wakes up when others want this rank."""
+
+
+class Alone:
+    """The pace of an engine that nobody waits for."""
+
+    is_in_wave = False
+    completed_wave: int | None = None
+
+    def __repr__(self) -> str:
+        return "<Alone>"
+
+    def look(self, *, has_work: bool) -> Action:
+        """Return STEP or SLEEP."""
+        return Action.STEP if has_work else Action.SLEEP
+
+    def fill(self) -> None:
+        """Do nothing."""
+
+    def stepped(self, *, unfinished: bool) -> None:
+        """Do nothing."""
+
+    def leave(self) -> None:
+        """Do nothing."""
+
+    def listening(self, selector: BaseSelector) -> AbstractContextManager[None]:
+        """Return a block that changes nothing."""
+        return nullcontext()
+
+
+class LockStep:
+    """The pace of one rank of a group.
+
+    A rank that comes to a group which has been at work takes over its numbers; the group must be idle meanwhile.
+
+    Args:
+        engine: of this rank; it is told how to find out whether the group is idle.
+        member: its hold on the group; owned by the caller.
+
+    Raises:
+        TypeError: the engine cannot make dummy steps.
+        ValueError: this rank is not among the members.
+    """
+
+    def __init__(self, engine: EngineCore, member: GroupMember) -> None:
+        if not callable(getattr(engine, "execute_dummy_batch", None)):
+            raise TypeError(f"{type(engine).__name__} has no execute_dummy_batch, so it cannot run in lock-step")
+        mask = member.members()
+        if not mask >> member.rank & 1:
+            raise ValueError(f"rank {member.rank} is not among the members of its group ({mask:#x})")
+        self._engine = cast("LockStepCore", engine)
+        self._member = member
+        self._waves = Waves(member, *_numbers(member))
+        self._engine.group_is_idle = self._waves.is_group_idle
+
+    def __repr__(self) -> str:
+        return f"<LockStep {self._waves!r}>"
+
+    @property
+    def is_in_wave(self) -> bool:
+        """Tell whether other ranks count on this one's steps."""
+        return self._waves.is_in_wave
+
+    @property
+    def completed_wave(self) -> int | None:
+        """Return the number of the wave that was completed last, on the lowest rank alone."""
+        return self._waves.wave - 1 if self._waves.is_lowest() else None
+
+    def look(self, *, has_work: bool) -> Action:
+        """Return what to do now."""
+        return self._waves.look(has_work=has_work)
+
+    def fill(self) -> None:
+        """Run a dummy batch: the other ranks' steps may need it."""
+        self._engine.execute_dummy_batch()
+
+    def stepped(self, *, unfinished: bool) -> None:
+        """Note that a step is done; vote if it is time."""
+        self._waves.stepped(unfinished=unfinished)
+
+    def leave(self) -> None:
+        """Say that the group must not wait for this rank any more."""
+        self._waves.leave()
+
+    @contextmanager
+    def listening(self, selector: BaseSelector) -> Iterator[None]:
+        """Have the selector hear the bell; only here, since it goes on ringing while the wave runs."""
+        bell = self._member.fileno()
+        selector.register(bell, EVENT_READ)
+        try:
+            yield
+        finally:
+            selector.unregister(bell)
+
+
+def _numbers(member: GroupMember) -> tuple[int, int]:
+    """Return wave and round to begin with: 0 for the first members, the group's for whoever comes later."""
+    if member.generation() <= 1:
+        return 0, 0
+    others = [rank for rank in range(member.members().bit_length()) if member.members() >> rank & 1]
+    others.remove(member.rank)
+    wave = max((member.wave(rank)[0] for rank in others), default=0)
+    return wave, max((member.next_round(rank) for rank in others), default=0)
