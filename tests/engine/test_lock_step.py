@@ -268,6 +268,19 @@ def test_a_rank_that_drains_is_not_left_alone():
         assert group.page.wave(0) == group.page.wave(1) == (1, False)
 
 
+def test_a_front_end_that_does_not_read_holds_up_its_own_rank_only():
+    """A rank whose front-end is stalled makes dummy steps, so that others get on; it goes on when it is read again."""
+    with lock_step(2, backlog_limit=1) as group:
+        group[1].add(1, 1000)
+        group[0].add(1, 2000)
+        assert group[0].wait_for(1) == FinishReason.LENGTH
+        assert group.page.is_running()
+        assert group[1].wait_for(1) == FinishReason.LENGTH
+        assert group[1].tokens[1] == 1000
+        eventually(lambda: not group.page.is_running(), DEADLOCK)
+        assert len(set(group.steps())) == 1
+
+
 def test_a_wave_goes_on_without_ranks_that_left():
     """A rank that was shut down alone is not waited for, and the lowest of the others tells of complete waves."""
     with lock_step(3) as group:

@@ -194,7 +194,9 @@ class Group:
 
 
 @contextmanager
-def lock_step(count: int, *, target: str = OWN_CORE, shutdown_timeout: float = 0, **additional: Any) -> Iterator[Group]:
+def lock_step(
+    count: int, *, target: str = OWN_CORE, shutdown_timeout: float = 0, backlog_limit: int = 1 << 26, **additional: Any
+) -> Iterator[Group]:
     """Yield a group of engines; whatever is left of them is killed afterwards."""
     config = EngineConfig(additional_config=additional)
     config.parallel_config.data_parallel_size = count
@@ -208,7 +210,7 @@ def lock_step(count: int, *, target: str = OWN_CORE, shutdown_timeout: float = 0
         members += [Member(rank, fds, owner) for rank in range(count)]
         for member in members:
             payload = dumps((config, Counting, False))
-            options = ClientOptions().for_engine()
+            options = {**ClientOptions().for_engine(), "backlog_limit": backlog_limit}
             init = Init("token", member.rank, target, list(sys.path), ["script"], {}, options, payload)
             member.channel.send(encode_init(init))
         for member in members:

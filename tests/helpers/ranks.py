@@ -41,6 +41,7 @@ class Memory:
         self.left = [False] * count
         self.waves: list[tuple[int, bool]] = [(0, False)] * count
         self.bytes = 0
+        self.rings = 0
 
 
 class Rank:
@@ -55,6 +56,7 @@ class Rank:
         self.paused = self.pause_pending = self.sleeping = self.gone = self.killed = False
         self.steps: Counter[int] = Counter()  # by wave
         self.completed: list[int] = []
+        self.slept_at = -1  # how often the bell had been rung when it last fell asleep, if it has done nothing since
         self.error: BaseException | None = None
         self.mine, self.others = threading.Lock(), threading.Lock()
         self.mine.acquire()
@@ -123,14 +125,18 @@ class Rank:
         has_work = self.work > 0 and not self.paused
         action = self.waves.look(has_work=has_work)
         if action is Action.SLEEP:
+            assert self.slept_at != self.memory.rings, "one ring wakes a rank twice"
+            self.slept_at = self.memory.rings
             self.sleeping = True
             self.turn()
             self.sleeping = False
-        elif action is Action.COMPLETE:
+        if action is not Action.SLEEP or self.inbox:
+            self.slept_at = -1
+        if action is Action.COMPLETE:
             self.completed.append(self.waves.wave - 1)
             if self.pause_pending and self.waves.is_group_idle():
                 self.pause_pending = False
-        elif action is not Action.WAIT:
+        elif action not in (Action.SLEEP, Action.WAIT):
             self.steps[self.waves.wave] += 1
             self.work -= has_work
             self.waves.stepped(unfinished=self.work > 0 and not self.paused)
@@ -172,6 +178,7 @@ class Rank:
     def ring(self) -> None:
         self.turn()
         self.memory.bytes += 1
+        self.memory.rings += 1
 
     def is_ringing(self) -> bool:
         self.turn()
