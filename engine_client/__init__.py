@@ -10,8 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine_client.clients.aio import AsyncMPClient as AsyncMPClient
+    from engine_client.clients.aio_streams import AsyncOutputStream as AsyncOutputStream
     from engine_client.clients.base import (
         EngineCoreClient as EngineCoreClient,
+    )
+    from engine_client.clients.data_parallel import (
+        DPAsyncMPClient as DPAsyncMPClient,
+        DPLBAsyncMPClient as DPLBAsyncMPClient,
     )
     from engine_client.clients.inproc import (
         InprocClient as InprocClient,
@@ -20,6 +26,7 @@ if TYPE_CHECKING:
         BackgroundResources as BackgroundResources,
         MPClient as MPClient,
     )
+    from engine_client.clients.streams import OutputStream as OutputStream
     from engine_client.clients.sync import (
         SyncMPClient as SyncMPClient,
     )
@@ -87,12 +94,16 @@ if TYPE_CHECKING:
 
 
 _HOMES = {
+    "engine_client.clients.aio": ("AsyncMPClient",),
+    "engine_client.clients.aio_streams": ("AsyncOutputStream",),
     "engine_client.clients.base": ("EngineCoreClient",),
+    "engine_client.clients.data_parallel": ("DPAsyncMPClient", "DPLBAsyncMPClient"),
     "engine_client.clients.inproc": ("InprocClient",),
     "engine_client.clients.mp": (
         "BackgroundResources",
         "MPClient",
     ),
+    "engine_client.clients.streams": ("OutputStream",),
     "engine_client.clients.sync": ("SyncMPClient",),
     "engine_client.config": (
         "CacheConfig",

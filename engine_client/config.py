@@ -18,6 +18,7 @@ from engine_client.deadline import check_timeout
 __all__ = [
     "CacheConfig",
     "ClientOptions",
+    "DeathPolicy",
     "EngineConfig",
     "ModelConfig",
     "ParallelConfig",
@@ -28,6 +29,8 @@ __all__ = [
 ]
 
 StartMethod = Literal["exec", "spawn", "fork", "forkserver"]
+
+DeathPolicy = Literal["shutdown", "continue", "restart"]
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -130,6 +133,12 @@ class ClientOptions:
             some were read; a front-end that does not read at all is then cut off, if there are others.
         spin_us: microseconds that a blocked caller polls before it sleeps; 0 sleeps at once.
         engine_target: ``"module:function"`` that the engine process imports and runs.
+        on_engine_death: what becomes of a client with several independent engines when one of them dies: ``"shutdown"``
+            ends it, as the reference does; ``"continue"`` fails the dead one's requests with ``EngineDeadError`` and
+            sends new ones to the others; ``"restart"`` also starts the dead one again.  Ranks in lock-step always end
+            together.
+        restart_limit: how often in a row a rank is started again that does not stay up for a minute.
+        restart_delay: seconds before the first of these, doubled each time.
         on_progress: called as ``on_progress(phase, done, total)`` while an engine starts, on the starting thread.
 
     Raises:
@@ -146,19 +155,25 @@ class ClientOptions:
     backlog_limit: int = 64 * MIB
     spin_us: float = 0
     engine_target: str = "engine_client.engine.main:build_engine"
+    on_engine_death: DeathPolicy = "shutdown"
+    restart_limit: int = 3
+    restart_delay: float = 0.1
     on_progress: Callable[[str, int, int], None] | None = None
 
     def __post_init__(self) -> None:
         if self.start_method not in ("exec", "spawn", "fork", "forkserver"):
             raise ValueError(f"start_method must be exec, spawn, fork or forkserver, not {self.start_method!r}")
-        for name in ("ready_timeout", "shutdown_timeout", "stall_timeout", "spin_us"):
+        if self.on_engine_death not in ("shutdown", "continue", "restart"):
+            raise ValueError(f"on_engine_death must be shutdown, continue or restart, not {self.on_engine_death!r}")
+        for name in ("ready_timeout", "shutdown_timeout", "stall_timeout", "spin_us", "restart_delay"):
             check_timeout(getattr(self, name), name)
-        for name in ("arena_limit", "arena_threshold", "high_water", "backlog_limit"):
+        for name in ("arena_limit", "arena_threshold", "high_water", "backlog_limit", "restart_limit"):
             value = getattr(self, name)
+            what = "times" if name == "restart_limit" else "bytes"
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be a number of bytes, not {value!r}")
+                raise TypeError(f"{name} must be a number of {what}, not {value!r}")
             if value < 0:
-                raise ValueError(f"{name} must be zero or more bytes, not {value!r}")
+                raise ValueError(f"{name} must be zero or more {what}, not {value!r}")
         if self.on_progress is not None and not callable(self.on_progress):
             raise TypeError(f"on_progress must be callable, not {self.on_progress!r}")
 

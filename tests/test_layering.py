@@ -56,6 +56,7 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "boot": {"descriptors"},
         "channel": {"arena", "outgoing"},
         "group_page": {"arena_memory", "descriptors"},
+        "group": {"descriptors", "group_page"},
         "handle": {"exits"},
         "launcher": {"descriptors", "handle", "multiproc"},
         "multiproc": {"aside", "boot", "descriptors", "handle"},
@@ -81,15 +82,17 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "utility_calls": {"front_end"},
     },
     "clients": {
+        "aborts": {"in_flight", "streams"},
         "aio": {"aio_streams", "fan_out", "link", "mailbox", "mp", "traffic", "utilities"},
         "aio_streams": {"fan_out", "mailbox", "outputs", "streams"},
+        "caller": {"fan_out", "link", "traffic"},
         "data_parallel": {"aio"},
         "endings": {"link"},
         "fan_out": {"calls", "link"},
         "inproc": {"base", "utilities"},
         "link": {"calls"},
         "mailbox": {"calls"},
-        "mp": {"base", "session", "starter"},
+        "mp": {"base", "caller", "session", "starter"},
         "outputs": {"in_flight"},
         "room": {"link"},
         "router": {"in_flight", "link"},
@@ -98,7 +101,9 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "starter": {"link", "session", "start"},
         "streams": {"outputs"},
         "sync": {"mp", "streams", "utilities"},
-        "traffic": {"calls", "endings", "fan_out", "in_flight", "link", "outputs", "room", "router", "streams"},
+        "traffic": {
+            *("aborts", "calls", "endings", "in_flight", "link", "outputs", "room", "router", "streams"),
+        },
     },
     "executors": {
         "ngram": {"corpus", "ngram_model", "sampling"},
@@ -142,7 +147,7 @@ THIRD_PARTY = {
 module, for type checkers alone)."""
 
 HEAVY = {
-    "asyncio": set(),
+    "asyncio": {"clients.aio", "clients.aio_streams", "clients.mailbox"},
     "cProfile": set(),
     "ctypes": set(),
     "faulthandler": {"testing.leaks"},

@@ -17,18 +17,14 @@ from typing import Any
 import pytest
 
 import engine_client
-from engine_client import EngineConfig, EngineCoreClient, ParallelConfig
+from engine_client import EngineConfig, EngineCoreClient
 
 SURFACE = json.loads((Path(__file__).parent / "data" / "surface.json").read_text())
 
-LATER = ("AsyncMPClient", "DPAsyncMPClient", "DPLBAsyncMPClient")
-"""Classes of the reference that belong to asyncio and data parallel; the factories refuse them in a sentence."""
-
 CLASSES = {**SURFACE["clients"], **SURFACE["engine"]}
-PRESENT = [name for name in CLASSES if name not in LATER]
 METHODS = [
     pytest.param(class_name, name, facts, id=f"{class_name}.{name}")
-    for class_name in PRESENT
+    for class_name in CLASSES
     for name, facts in CLASSES[class_name]["methods"].items()
 ]
 
@@ -58,7 +54,7 @@ def test_method(class_name, name, facts):
     assert [described(p) for p in ours if p.name in known or not is_added(p)] == facts["parameters"]
 
 
-@pytest.mark.parametrize("class_name", PRESENT)
+@pytest.mark.parametrize("class_name", CLASSES)
 def test_bases(class_name):
     """A class has the reference's bases among its own; code asks ``isinstance``."""
     ours = {base.__name__ for base in getattr(engine_client, class_name).__mro__}
@@ -99,22 +95,9 @@ def test_error(name):
 
 
 def test_nothing_else_is_left_out():
-    """Every recorded class is importable from the package, but for those that belong to a later version."""
+    """Every recorded class is importable from the package."""
     recorded = [*CLASSES, *SURFACE["messages"], *SURFACE["enums"], *SURFACE["errors"]]
-    assert [name for name in recorded if not hasattr(engine_client, name)] == list(LATER)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("external", [False, True])
-def test_later_clients_are_refused_in_a_sentence(size, external):
-    """Asking a factory for an asyncio client raises NotImplementedError that says what to do, and starts nothing."""
-    config = EngineConfig(parallel_config=ParallelConfig(data_parallel_size=size, data_parallel_external_lb=external))
-    for make in (
-        lambda: EngineCoreClient.make_client(True, True, config, SimpleNamespace, False),
-        lambda: EngineCoreClient.make_async_mp_client(config, SimpleNamespace, False),
-    ):
-        with pytest.raises(NotImplementedError, match=r"\w+ \w+ \w+.*make_client"):
-            make()
+    assert [name for name in recorded if not hasattr(engine_client, name)] == []
 
 
 def test_asyncio_in_process_is_refused():

@@ -43,7 +43,7 @@ class EngineCoreClient(ABC):
             options: of this library; None: ``ClientOptions()``.
 
         Raises:
-            NotImplementedError: asyncio without multiprocessing; asyncio clients at all, in this version.
+            NotImplementedError: asyncio without multiprocessing.
             StartupError: the engine did not come up.
         """
         if asyncio_mode and not multiprocess_mode:
@@ -52,7 +52,7 @@ class EngineCoreClient(ABC):
                 "every step. Use make_client(True, True, …), or make_client(False, False, …) without asyncio."
             )
         if asyncio_mode:
-            return EngineCoreClient.make_async_mp_client(vllm_config, executor_class, log_stats)
+            return EngineCoreClient.make_async_mp_client(vllm_config, executor_class, log_stats, options=options)
         if multiprocess_mode:
             from engine_client.clients.sync import SyncMPClient  # noqa: PLC0415  # sync is built on this module
 
@@ -62,22 +62,39 @@ class EngineCoreClient(ABC):
         return InprocClient(vllm_config, executor_class, log_stats, options=options)
 
     @staticmethod
-    def make_async_mp_client(
+    def make_async_mp_client(  # noqa: PLR0913  # the reference's parameters
         vllm_config: Any,
         executor_class: Callable[..., Any],
         log_stats: bool,
-        client_addresses: dict[str, Any] | None = None,
+        client_addresses: Any = None,
         client_count: int = 1,
         client_index: int = 0,
+        *,
+        options: ClientOptions | None = None,
     ) -> EngineCoreClient:
         """Make the asyncio client that the configuration asks for.
 
+        One rank: ``AsyncMPClient``; several with ``data_parallel_external_lb``: ``DPAsyncMPClient``, for one of them;
+        else ``DPLBAsyncMPClient``, which balances over all of them.
+
+        Args:
+            vllm_config, executor_class, log_stats, options: as ``make_client``.
+            client_addresses: an endpoint of ``launch_core_engines``; None: launch engines.
+            client_count: how many front-ends these engines have.
+            client_index: which of them this is.
+
         Raises:
-            NotImplementedError: always, in this version.
+            StartupError: an engine did not come up.
         """
-        raise NotImplementedError(
-            "asyncio clients are not part of this version: use make_client(True, False, …), whose blocking calls may "
-            "be made from worker threads (asyncio.to_thread)"
+        from engine_client.clients import aio, data_parallel  # noqa: PLC0415  # they load asyncio, and build on this
+
+        parallel = vllm_config.parallel_config
+        kind: type[aio.AsyncMPClient] = aio.AsyncMPClient
+        if parallel.data_parallel_size > 1:
+            external = getattr(parallel, "data_parallel_external_lb", False)
+            kind = data_parallel.DPAsyncMPClient if external else data_parallel.DPLBAsyncMPClient
+        return kind(
+            vllm_config, executor_class, log_stats, client_addresses, client_count, client_index, options=options
         )
 
     def _missing(self, operation: str) -> NotImplementedError:

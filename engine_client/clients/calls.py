@@ -27,9 +27,10 @@ _LAST_ID: Final = 2**64 - 1
 class Reply:
     """What becomes of one call.  It has the methods of a ``Future`` that matter here, and survives interrupts."""
 
-    __slots__ = ("_callbacks", "_latch", "_outcomes")
+    __slots__ = ("_callbacks", "_latch", "_outcomes", "rank")
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank  # of the engine that is to answer
         self._latch = Latch()
         self._outcomes: list[tuple[Any, BaseException | None]] = []  # the first one counts
         self._callbacks: deque[Callable[[Reply], object]] = deque()
@@ -116,11 +117,11 @@ class PendingCalls:
         """Return a new id; whoever has it before the call is registered can always discard the call."""
         return (next(self._next) - 1) % _LAST_ID + 1
 
-    def new(self, call_id: int | None = None) -> tuple[int, Reply]:
-        """Register a call; return its id and its reply."""
+    def new(self, call_id: int | None = None, rank: int = 0) -> tuple[int, Reply]:
+        """Register a call to an engine; return its id and its reply."""
         if call_id is None:
             call_id = self.new_id()
-        reply = Reply()
+        reply = Reply(rank)
         self.replies[call_id] = reply
         return call_id, reply
 
@@ -138,6 +139,12 @@ class PendingCalls:
         else:
             reply.set_result(result)
         return True
+
+    def fail_rank(self, rank: int, make_error: Callable[[], BaseException]) -> None:
+        """End every call to one engine with an error of its own."""
+        for call_id, reply in list(self.replies.items()):
+            if reply.rank == rank:
+                self.settle(call_id, error=make_error())
 
     def fail_all(self, make_error: Callable[[], BaseException]) -> None:
         """End every call with an error of its own."""

@@ -108,7 +108,9 @@ class InFlight:
         # -- guarded by _lock, but for reading --
         self._keys: dict[str, int] = {}
         self._ids: dict[int, str] = {}
-        self._owners: dict[int, int] = {}
+        self._owners: dict[int, int] = {}  # the thread that has added it
+        self._ranks: dict[int, int] = {}
+        self._of_rank: dict[int, set[int]] = {}
         self._finished: set[int] = set()  # their last outputs are out, or on their way out; removed by the next call
 
     def __len__(self) -> int:
@@ -122,8 +124,8 @@ class InFlight:
         """Return a key that was never used.  Whoever has it before the request is added can always discard that."""
         return next(self._next)
 
-    def add(self, request_id: str, key: int | None = None) -> int:
-        """Take an id and return its key.
+    def add(self, request_id: str, key: int | None = None, rank: int = 0) -> int:
+        """Take an id for a request to this rank and return its key.
 
         Raises:
             ValueError: a request with this id is in flight.
@@ -136,6 +138,8 @@ class InFlight:
                 raise ValueError(f"request {request_id!r:.100} is already running: choose another id or abort it first")
             self._ids[key] = request_id
             self._owners[key] = threading.get_ident()
+            self._ranks[key] = rank
+            self._of_rank.setdefault(rank, set()).add(key)
             self._keys[request_id] = key
             return key
 
@@ -146,21 +150,39 @@ class InFlight:
             if request_id is not None and self._keys.get(request_id) == key:
                 del self._keys[request_id]
             self._owners.pop(key, None)
+            self._of_rank.get(self._ranks.get(key, 0), set()).discard(key)
+            self._ranks.pop(key, None)
             self._ids.pop(key, None)
 
-    def keys_of(self, request_ids: Iterable[Any]) -> list[int]:
-        """Return the keys of these requests, each once; whatever is not in flight is ignored."""
+    def keys_of(self, request_ids: Iterable[Any]) -> dict[int, int]:
+        """Return the ranks of these requests by their keys; whatever is not in flight is ignored."""
         with self._lock:
             self._settle()
             wanted = [self._keys.get(request_id) for request_id in request_ids if isinstance(request_id, str)]
-            return [key for key in dict.fromkeys(wanted) if key is not None and key in self._ids]
+            return {key: self._ranks[key] for key in wanted if key is not None and key in self._ids}
 
-    def mine(self, ident: int | None = None) -> list[int]:
-        """Return the keys of the requests that a thread, by default the calling one, has added."""
+    def mine(self, ident: int | None = None) -> dict[int, int]:
+        """Return the ranks, by key, of the requests that a thread, by default the calling one, has added."""
         me = threading.get_ident() if ident is None else ident
         with self._lock:
             self._settle()
-            return [key for key, owner in self._owners.items() if owner == me]
+            return {key: self._ranks[key] for key, owner in self._owners.items() if owner == me}
+
+    def of_rank(self, rank: int) -> list[int]:
+        """Return the keys of the requests that a rank has."""
+        with self._lock:
+            self._settle()
+            return list(self._of_rank.get(rank, ()))
+
+    def ranks_of(self, keys: Iterable[int]) -> dict[int, int]:
+        """Return the ranks of these requests by their keys; whatever is not in flight is left out."""
+        with self._lock:
+            return {key: self._ranks[key] for key in keys if key in self._ranks}
+
+    def count(self, rank: int) -> int:
+        """Return how many requests a rank has."""
+        self._settle()
+        return len(self._of_rank.get(rank, ()))
 
     def outputs(self, columns: Columns) -> EngineCoreOutputs:
         """Turn a batch into outputs of the requests still in flight, and forget those that it finishes.

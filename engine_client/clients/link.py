@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import Final
 
+from engine_client.clients.calls import Reply
 from engine_client.ipc.arena import ArenaReader
 from engine_client.ipc.channel import Channel
 from engine_client.ipc.descriptors import close_all
@@ -58,6 +59,7 @@ class EngineLink:
         self._fds = [lifeline, faults]  # those that are not closed yet
         self.phase = STARTING
         self.life = Lifecycle(self.title)  # the starting thread's, then the reader's
+        self.over = Reply()  # ends once its death has been dealt with
         # -- reader thread only, once it runs --
         self.last_words: tuple[BaseException, str] | None = None
         self.farewell: str | None = None

@@ -9,9 +9,6 @@ Threads: constructed by one thread; everything else from any.
 
 from __future__ import annotations
 
-import os
-import secrets
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -21,19 +18,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from engine_client.clients.base import EngineCoreClient
+from engine_client.clients.caller import Caller
 from engine_client.clients.session import Session
-from engine_client.clients.start import Handshake, launch_engine
+from engine_client.clients.starter import Starter
 from engine_client.config import ClientOptions, ready_timeout, shutdown_grace
 from engine_client.deadline import Deadline, check_timeout
-from engine_client.errors import EngineDeadError, EngineStalledError, SerializationError
-from engine_client.ipc.arena import ArenaWriter, create_memory
-from engine_client.ipc.aside import run_aside, signals_blocked
+from engine_client.errors import EngineDeadError, EngineStalledError
+from engine_client.ipc.aside import run_aside
 from engine_client.ipc.status_page import EngineStatus
-from engine_client.ipc.user_main import describe_main, importable, replay_guard
+from engine_client.ipc.user_main import replay_guard
 from engine_client.messages import EngineCoreReadyResponse
-from engine_client.protocol.codec import Payload, dumps
-from engine_client.protocol.exception_fields import text_of
-from engine_client.protocol.wire import PING, Init
+from engine_client.protocol.wire import PING
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -106,19 +101,16 @@ class MPClient(EngineCoreClient):
         self.vllm_config = vllm_config
         self.options = options or ClientOptions()
         shutdown_grace(self.options)  # wrong in the environment, it is to be told here and not by a finalizer
-        parallel = vllm_config.parallel_config
-        if client_addresses or parallel.data_parallel_size > 1:
-            raise NotImplementedError("several front-ends and data parallel engines are not part of this version")
         self.resources = BackgroundResources(ctx=None)
         self._finalizer = weakref.finalize(self, self.resources)
         try:
             self.engines_running = False
             self.stats_update_address: str | None = None
-            first = getattr(parallel, "data_parallel_index", 0)
-            self.engine_ranks_managed = [first]
+            self.engine_ranks_managed = managed_ranks(vllm_config.parallel_config)
             self.core_engines = [rank.to_bytes(2, "little") for rank in self.engine_ranks_managed]
             self.core_engine = self.core_engines[0]
             self._session = self._start(executor_class, log_stats)
+            self._caller = Caller(self._session)
         except BaseException:
             if self.resources.session is not None:
                 run_aside(self.resources.session.abandon)  # a second interrupt waits until nothing is left
@@ -146,21 +138,11 @@ class MPClient(EngineCoreClient):
     def _start(self, executor_class: Callable[..., Any], log_stats: bool) -> Session:
         """Start the engines; everything is registered with the finalizer before it can fail."""
         deadline = Deadline(ready_timeout(self.options))
-        main = describe_main()
-        payload = _encode_build(self.vllm_config, executor_class, log_stats, main_importable=importable(main))
-        if self.options.start_method == "fork":
-            with signals_blocked():  # instead of another thread, with which a fork would not be safe
-                session = self._launch()
-        else:
-            session = run_aside(self._launch)
-        session.main_importable = importable(main)
-        token = secrets.token_hex(16)
-
-        def make_init(rank: int) -> Init:
-            target = self.options.engine_target
-            return Init(token, rank, target, list(sys.path), list(sys.argv), main, self.options.for_engine(), payload)
-
-        responses = Handshake(list(session.links.values()), make_init, token, self.options, deadline).run()
+        self._starter = Starter(self.options, self.vllm_config, executor_class, log_stats=log_stats)
+        session = self._starter.undisturbed(self._acquire)
+        session.main_importable = self._starter.main_importable
+        links = self._starter.launch(session, self.engine_ranks_managed)
+        responses = self._starter.make_ready(links, deadline)
         for _, response in sorted(responses.items()):
             self._apply_ready_response(response)
         session.max_model_len = self.vllm_config.model_config.max_model_len
@@ -168,8 +150,8 @@ class MPClient(EngineCoreClient):
         session.serve()
         return session
 
-    def _launch(self) -> Session:
-        """Acquire everything: processes, memory, descriptors; an interrupt may come before they have an owner."""
+    def _acquire(self) -> Session:
+        """Acquire what all engines share; an interrupt may come before it has an owner."""
         session = Session(self.options, _dead_flag(self.resources))
         self.resources.session = session
         self.resources.engine_manager = session.group
@@ -177,15 +159,7 @@ class MPClient(EngineCoreClient):
             from engine_client.ipc.multiproc import before_multiprocessing_exit  # noqa: PLC0415  # as the launcher does
 
             session.cancel_exit_hook = before_multiprocessing_exit(self._finalizer)
-        requests_fd = create_memory("engine-requests")
-        try:
-            parties = max(self.engine_ranks_managed) + 1
-            session.writer = ArenaWriter(requests_fd, limit=self.options.arena_limit, parties=parties)
-        except BaseException:
-            os.close(requests_fd)
-            raise
-        for rank in self.engine_ranks_managed:
-            session.adopt(launch_engine(rank, self.options, session.writer, requests_fd))
+        session.acquire(self.engine_ranks_managed, lock_step=needs_lock_step(self.vllm_config))
         return session
 
     def _apply_ready_response(self, payload: EngineCoreReadyResponse) -> None:
@@ -225,15 +199,18 @@ class MPClient(EngineCoreClient):
             EngineStalledError: it lives but did not answer within ``timeout`` seconds; says what it was doing.
         """
         deadline = Deadline(check_timeout(timeout))
-        call_id = self._session.calls.new_id()
+        ping = self._caller.begin(PING)
         try:
-            _, reply = self._session.call(PING, (), deadline, call_id)
-            self._session.wait(reply, deadline)
+            self._caller.send(ping, PING, (), deadline)
+            ping.wait(deadline)
         except TimeoutError:
-            doing = "; ".join(map(_describe, self.engine_status()))
-            raise EngineStalledError(f"the engine is not responding: no answer within {timeout:g} s; {doing}") from None
+            raise self._stalled_error(timeout) from None
         finally:
-            self._session.calls.discard(call_id)
+            ping.discard()
+
+    def _stalled_error(self, timeout: float | None) -> EngineStalledError:
+        doing = "; ".join(map(_describe, self.engine_status()))
+        return EngineStalledError(f"the engine is not responding: no answer within {timeout:g} s; {doing}")
 
     def engine_status(self) -> list[EngineStatus]:
         """Return what each engine's status page says, without asking the engines."""
@@ -270,8 +247,9 @@ class MPClient(EngineCoreClient):
         self._finalizer.detach()
 
     def dp_engines_running(self) -> bool:
-        """Tell whether lock-step ranks are in a wave; a single engine has none."""
-        return self.engines_running
+        """Tell whether ranks in lock-step are in a wave; independent engines have none."""
+        group = self._session.lock_step
+        return self.engines_running if group is None else group.page.is_running()
 
     def start_engine_core_monitor(self) -> None:
         """Do nothing: the reader thread watches the engines from the start (the reference has a thread for it)."""
@@ -291,20 +269,22 @@ def _describe(status: EngineStatus) -> str:
     return f"it is not in a step ({load})"
 
 
-def _encode_build(vllm_config: Any, executor_class: Any, log_stats: bool, *, main_importable: bool) -> Payload:
-    """Encode what an engine is built from, or say which part of it cannot be sent, and why."""
-    try:
-        return dumps((vllm_config, executor_class, log_stats), main_importable=main_importable)
-    except SerializationError:
-        raise  # names the object itself
-    except Exception as error:
-        what, value = "the configuration", vllm_config
-        with suppress(Exception):  # the one above, again
-            dumps(vllm_config, main_importable=main_importable)
-            what, value = "the executor class", getattr(executor_class, "func", executor_class)  # of a partial
-        name = getattr(value, "__qualname__", type(value).__qualname__)
-        text = f"{what} {name} cannot be sent to an engine: {type(error).__name__}: {text_of(error)}"
-        raise SerializationError(text) from error
+def managed_ranks(parallel_config: Any) -> list[int]:
+    """Return the ranks of the engines that a client of its own has: all of them, or one if somebody else balances."""
+    size = parallel_config.data_parallel_size
+    if size == 1:
+        return [getattr(parallel_config, "data_parallel_index", 0)]
+    if getattr(parallel_config, "data_parallel_external_lb", False) or (
+        getattr(parallel_config, "data_parallel_rank_local", None) is not None
+    ):
+        return [parallel_config.data_parallel_rank]
+    return list(range(size))
+
+
+def needs_lock_step(vllm_config: Any) -> bool:
+    """Tell whether the ranks step together: those of a mixture of experts do."""
+    size = vllm_config.parallel_config.data_parallel_size
+    return size > 1 and bool(getattr(vllm_config.model_config, "is_moe", False))
 
 
 def _dead_flag(resources: BackgroundResources) -> Callable[[], None]:

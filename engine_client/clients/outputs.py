@@ -24,6 +24,7 @@ from typing import Any, Final, Union
 
 from engine_client.clients.in_flight import InFlight
 from engine_client.deadline import Deadline
+from engine_client.ipc.latch import LONGEST_SLEEP
 from engine_client.messages import EngineCoreOutputs
 from engine_client.protocol.batch import Columns, with_values
 
@@ -40,14 +41,22 @@ class OutputQueue:
     Args:
         table: of the requests in flight; turns batches into outputs.
         on_lost: told of a batch whose values cannot be decoded, and the keys of the requests that fail for it.
+        on_orphaned: told that a coroutine which waited here is gone without a word.
     """
 
-    def __init__(self, table: InFlight, on_lost: Callable[[Columns, list[int]], None] = lambda *_: None) -> None:
+    def __init__(
+        self,
+        table: InFlight,
+        on_lost: Callable[[Columns, list[int]], None] = lambda *_: None,
+        on_orphaned: Callable[[], None] = lambda: None,
+    ) -> None:
         self._table = table
         self._on_lost = on_lost
+        self._on_orphaned = on_orphaned
         self.queue: SimpleQueue[_Item] = SimpleQueue()  # None has those who wait look for the end
         self.unread: deque[_Item] = deque()  # taken from the queue by calls that were interrupted
         self._make_error: Callable[[], BaseException] | None = None
+        self._listeners: set[Callable[[], bool]] = set()  # of coroutines that wait; changed by one C call at a time
 
     def __repr__(self) -> str:
         state = "open" if self._make_error is None else "ended"
@@ -56,6 +65,25 @@ class OutputQueue:
     def put(self, columns: Columns) -> None:
         """Append a batch."""
         self.queue.put(columns)
+        self.tell_listeners()
+
+    def listen(self, listener: Callable[[], bool]) -> None:
+        """Have this called at each news, on the thread that brings it, until ``unlisten``, or until it returns False.
+
+        False says that whoever waited is gone for good: its event loop was closed.
+        """
+        self._listeners.add(listener)
+
+    def unlisten(self, listener: Callable[[], bool]) -> None:
+        """Take a listener away; unknown ones are ignored."""
+        self._listeners.discard(listener)
+
+    def tell_listeners(self) -> None:
+        """Have all listeners look for news; one of them gets them."""
+        for listener in list(self._listeners):
+            if not listener():
+                self._listeners.discard(listener)
+                self._on_orphaned()
 
     def end(self, make_error: Callable[[], BaseException], *, wake: bool = True) -> None:
         """Have ``get`` raise ``make_error()`` from now on, once everything that was put is read.
@@ -67,6 +95,7 @@ class OutputQueue:
         self._make_error = make_error
         if wake:
             self.queue.put(None)
+        self.tell_listeners()
 
     def get(self, deadline: Deadline, taken: list[Any]) -> EngineCoreOutputs:
         """Wait for the next outputs of requests that are in flight, or statistics.
@@ -81,21 +110,31 @@ class OutputQueue:
             BaseException: what ``end`` was given.
         """
         while True:
-            columns, failed = with_values(self._next(deadline, taken))
-            outputs = self._table.outputs(columns)
-            if failed:
-                self._on_lost(columns, failed)
-            if outputs.outputs or columns.meta is not None:
+            outputs = self.turn(self.take(deadline, taken))
+            if outputs is not None:
                 return outputs
+
+    def turn(self, columns: Columns) -> EngineCoreOutputs | None:
+        """Turn a batch into outputs; None if it has none any more, and no statistics."""
+        columns, failed = with_values(columns)
+        outputs = self._table.outputs(columns)
+        if failed:
+            self._on_lost(columns, failed)
+        return outputs if outputs.outputs or columns.meta is not None else None
 
     def put_back(self, taken: list[Any]) -> None:
         """Have the next call deliver what an interrupted one had in hand."""
         self.unread.extend(taken)
         self._undo()
         self.queue.put(_NOTHING)
+        self.tell_listeners()
 
-    def _next(self, deadline: Deadline, taken: list[Any]) -> Columns:
-        """Return the next batch, which is also the one item of ``taken`` from the moment that it leaves the queue."""
+    def take(self, deadline: Deadline, taken: list[Any]) -> Columns:
+        """Wait for the next batch; it is also the one item of ``taken`` from the moment that it leaves the queue.
+
+        Raises:
+            TimeoutError, BaseException: as ``get``.
+        """
         while True:
             taken.clear()
             try:
@@ -105,9 +144,11 @@ class OutputQueue:
                     taken.extend(map(deque.popleft, (self.unread,)))
                 else:
                     self._raise_if_ended()
-                    taken.extend(map(self.queue.get, (True,), (deadline.remaining(),)))
+                    taken.extend(map(self.queue.get, (True,), (deadline.capped(LONGEST_SLEEP),)))
             except Empty:
-                raise TimeoutError(f"no output within {deadline.timeout:g} s") from None
+                if deadline.expired():
+                    raise TimeoutError(f"no output within {deadline.timeout:g} s") from None
+                continue
             except IndexError:
                 continue  # another thread took it
             columns: _Item = taken[0]

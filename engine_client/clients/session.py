@@ -29,7 +29,8 @@ from engine_client.clients.traffic import EXIT_TIMEOUT, JOIN_TIMEOUT, Traffic
 from engine_client.config import ClientOptions, shutdown_grace
 from engine_client.deadline import Deadline
 from engine_client.errors import RemoteCallError, RemoteProtocolError
-from engine_client.ipc.arena import ArenaWriter
+from engine_client.ipc.arena import MAX_PARTIES, ArenaWriter, create_memory
+from engine_client.ipc.group import Group
 from engine_client.ipc.latch import Latch
 from engine_client.ipc.process_group import ProcessGroup
 from engine_client.ipc.reader import ReaderThread, is_reader_thread
@@ -53,10 +54,11 @@ class Session(Traffic):
     Args:
         options: of the client.
         on_end: told, on whichever thread, as soon as nothing more can be sent.
+        start: number of this front-end among those of the same engines.
     """
 
-    def __init__(self, options: ClientOptions, on_end: Callable[[], None] = lambda: None) -> None:
-        super().__init__(options)
+    def __init__(self, options: ClientOptions, on_end: Callable[[], None] = lambda: None, start: int = 0) -> None:
+        super().__init__(options, start)
         self.group = ProcessGroup()
         self.grace = shutdown_grace(options)  # of a finalizer
         self.writer: ArenaWriter | None = None
@@ -65,6 +67,9 @@ class Session(Traffic):
         self._reader = ReaderThread(self, f"engine-client-reader-{os.getpid()}")
         self._released = Latch()
         self._reader_awaited = False
+        self.lock_step: Group | None = None  # of ranks that step together, and end together
+        self.leaving: set[int] = set()  # ranks whose end is wanted
+        self.on_loss: Callable[[int, Ending], None] = lambda rank, ending: None  # told of a rank that others survive
         self._running: set[int] = set()  # ranks whose process has not ended; reader thread only
         self._quiet = False
         self._releasing = False
@@ -86,10 +91,21 @@ class Session(Traffic):
             return "closing" if self._closing else "running"
         return "closed" if self._ending.closed else "dead"
 
-    @property
-    def ending(self) -> Ending | None:
-        """Return how the engines ended; None while they serve."""
-        return self._ending
+    def acquire(self, ranks: list[int], *, lock_step: bool) -> None:
+        """Make what all engines share: the memory for requests, and what ranks in lock-step vote with.
+
+        Raises:
+            OSError: memory or descriptors have run out.
+        """
+        fd = create_memory("engine-requests")
+        try:
+            parties = MAX_PARTIES if len(ranks) > 1 else max(ranks) + 1
+            self.writer = ArenaWriter(fd, limit=self.options.arena_limit, parties=parties)
+        except BaseException:
+            os.close(fd)
+            raise
+        if lock_step:
+            self.lock_step = Group(ranks)
 
     def adopt(self, link: EngineLink) -> None:
         """Own an engine that was just launched."""
@@ -102,9 +118,13 @@ class Session(Traffic):
     def serve(self) -> None:
         """Start the reader, once all engines are ready."""
         for link in self.links.values():
-            self._running.add(link.rank)
-            self._reader.add(link.rank, link.channel, link.handle.sentinel)
+            self.watch(link)
         self._reader.start()
+
+    def watch(self, link: EngineLink) -> None:
+        """Have the reader serve an engine that is ready."""
+        self._reader.call(partial(self._running.add, link.rank))
+        self._reader.add(link.rank, link.channel, link.handle.sentinel)
 
     # -- the end, by the user ------------------------------------------------------------------------------------------
 
@@ -165,7 +185,8 @@ class Session(Traffic):
             self._ending = ending
         self._on_end()
         if self._quiet:
-            self._outputs.end(ending.error, wake=False)
+            self.outputs.end(ending.error, wake=False)
+            self.streams.end(ending.error, wake=False)
             self._ended.set()
         else:
             self._fail_all(ending)
@@ -185,6 +206,8 @@ class Session(Traffic):
             self.group.close()
             if self.writer is not None:
                 self.writer.close()
+            if self.lock_step is not None:
+                self.lock_step.close()
             self.cancel_exit_hook()
             self._released.set()
         finally:
@@ -198,6 +221,8 @@ class Session(Traffic):
             link.close_after_fork()
         if self.writer is not None:
             self.writer.close_after_fork()
+        if self.lock_step is not None:
+            self.lock_step.close()
 
     # -- the reader's thread -------------------------------------------------------------------------------------------
 
@@ -263,20 +288,50 @@ class Session(Traffic):
             self._release(Deadline(JOIN_TIMEOUT))
 
     def _die(self, rank: int, fault: BaseException | None) -> None:
-        """Declare the engine dead, tell everybody, and clean up; or note the end that ``close`` is waiting for."""
+        """Declare an engine dead, tell everybody, and clean up; or note the end that ``close`` is waiting for."""
         if self._closing:
             if not self._running or not self._reader.is_alive():
                 self._end(closed_ending())
             return
         link = self.links[rank]
+        if link.over.done():
+            return
         if link.handle.is_alive():
             if link.last_words is None and fault is None:
                 fault = RemoteProtocolError("it closed its channel and did not end")
-            self.group.kill_now()
+            self.group.kill_now([rank])
         ending = death_of(link, link.handle.exitcode, fault)
-        if self._end(ending):
+        if rank in self.leaving or self._survives(rank):
+            self._lose(link, ending)
+        elif self._end(ending):
             _log.log(logging.INFO if ending.in_order else logging.ERROR, "%s", ending.message)
             self._release(Deadline(JOIN_TIMEOUT))
+
+    def _survives(self, rank: int) -> bool:
+        """Tell whether the client goes on without a rank."""
+        if self.options.on_engine_death == "shutdown" or self.lock_step is not None:
+            return False
+        return self.options.on_engine_death == "restart" or any(
+            other not in self.router.closed and other != rank for other in self.links
+        )
+
+    def _lose(self, link: EngineLink, ending: Ending) -> None:
+        """Go on without a rank: what it had fails, everything else stays as it is."""
+        self.deaths[link.rank] = ending
+        self.router.closed.add(link.rank)
+        self._running.discard(link.rank)
+        if link.rank not in self.leaving:
+            _log.error("%s", ending.message)
+        self._reader.remove(link.rank)
+        self.calls.fail_rank(link.rank, ending.error)
+        self.fail_requests(link.rank)
+        link.over.set_result(ending)
+        self.room.wake()
+        self.group.reap(link.rank)
+        if self.writer is not None:
+            self.writer.reclaim(link.rank)
+        link.close()
+        self.on_loss(link.rank, ending)
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()

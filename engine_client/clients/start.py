@@ -28,7 +28,7 @@ from engine_client.deadline import Deadline
 from engine_client.errors import HandshakeTimeout, RemoteProtocolError, StartupError
 from engine_client.ipc.arena import ArenaReader, ArenaWriter, create_memory
 from engine_client.ipc.channel import Channel
-from engine_client.ipc.descriptors import EngineFds
+from engine_client.ipc.descriptors import EngineFds, GroupFds
 from engine_client.ipc.exits import exit_name
 from engine_client.ipc.launcher import launch
 from engine_client.ipc.processes import memory_hint
@@ -100,14 +100,14 @@ def _pipe_pair() -> tuple[int, int]:
             raise
 
 
-def launch_engine(rank: int, options: ClientOptions, writer: ArenaWriter, requests_fd: int) -> EngineLink:
+def launch_engine(rank: int, options: ClientOptions, writer: ArenaWriter, group: GroupFds | None = None) -> EngineLink:
     """Start one engine process and return the link to it.
 
     Args:
         rank: data-parallel rank; also the reader's number in the request memory.
         options: of the client.
         writer: of the memory that requests go through.
-        requests_fd: descriptor of that memory.
+        group: what ranks in lock-step share.
 
     Raises:
         OSError: descriptors, memory or processes have run out; nothing is left behind.
@@ -132,7 +132,7 @@ def launch_engine(rank: int, options: ClientOptions, writer: ArenaWriter, reques
         handle = launch(
             options.start_method,
             name=f"engine-core-{rank}",
-            fds=EngineFds(theirs, held, page, faults, arena_in=requests_fd, arena_out=results),
+            fds=EngineFds(theirs, held, page, faults, writer.fd, results, group),
             parent_fds=(ours, lifeline),
         )
         undo.pop_all()

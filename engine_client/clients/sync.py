@@ -11,12 +11,13 @@ next call sees nothing of it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from threading import get_ident
 from types import FrameType
 from typing import Any
 
 from engine_client.clients.mp import MPClient
+from engine_client.clients.streams import OutputStream
 from engine_client.clients.utilities import SyncUtilities
 from engine_client.config import ClientOptions
 from engine_client.deadline import Deadline, check_timeout
@@ -106,16 +107,47 @@ class SyncMPClient(SyncUtilities, MPClient):
             self._session.interrupted()
             raise
 
-    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
-        """Call a utility of the engine and return its result.
+    def stream(self, request: EngineCoreRequest) -> OutputStream:
+        """Send a request and return an iterator over its outputs, which ``get_output`` does not return.
+
+        Closed or dropped before its end, or interrupted, it aborts the request.
+
+        Raises:
+            as ``add_request``.
+        """
+        session = self._session
+        key = session.in_flight.new_key()
+        queue = session.stream_queue(key)
+        stream = OutputStream(self, session, key, request.request_id, queue)
+        begun, me = False, get_ident()
+        try:
+            begun = self._begin()
+            session.add(request, key, queue)
+            self._end(begun)
+            return stream  # noqa: TRY300  # as in get_output
+        except Exception:
+            stream.disown()
+            self._end(begun)
+            raise
+        except BaseException:  # as in add_request; the stream takes its request back
+            session.callers.add(me)
+            session.take_back(key)
+            session.interrupted()
+            raise
+
+    def call_utility(
+        self, method: str, *args: Any, timeout: float | None = None, ranks: Iterable[int] | None = None
+    ) -> Any:
+        """Call a utility of every engine and return the result of the first.
 
         Args:
             method: its registered name.
             args: positional arguments; must be picklable.
-            timeout: seconds; None waits until the engine answers or ends.
+            timeout: seconds; None waits until the engines answer or end.
+            ranks: call these engines only, and return a list with the result of each.
 
         Raises:
-            Exception: whatever the utility raised, with the engine's traceback.
+            Exception: whatever the utility raised, with the engine's traceback; a note says which ranks have failed.
             AttributeError: there is no such utility.
             TimeoutError: no answer in time; a later one is dropped.
             EngineDeadError: the engine is dead.
@@ -123,9 +155,9 @@ class SyncMPClient(SyncUtilities, MPClient):
         begun, me = False, get_ident()
         try:
             begun = self._begin()
-            result = self._call_utility(method, args, Deadline(check_timeout(timeout)))
+            values = self._call_utility(method, args, Deadline(check_timeout(timeout)), ranks)
             self._end(begun)
-            return result  # noqa: TRY300  # as in get_output
+            return values[0] if ranks is None else values
         except Exception:
             self._end(begun)
             raise
@@ -134,13 +166,15 @@ class SyncMPClient(SyncUtilities, MPClient):
             self._session.interrupted()
             raise
 
-    def _call_utility(self, method: str, args: tuple[Any, ...], deadline: Deadline) -> Any:
-        call_id = self._session.calls.new_id()
+    def _call_utility(
+        self, method: str, args: tuple[Any, ...], deadline: Deadline, ranks: Iterable[int] | None
+    ) -> list[Any]:
+        fan_out = self._caller.begin(method, ranks)
         try:
-            _, reply = self._session.call(method, args, deadline, call_id)
-            return self._session.wait(reply, deadline, f"the utility {method!r}")
+            self._caller.send(fan_out, method, args, deadline)
+            return fan_out.wait(deadline)
         finally:
-            self._session.calls.discard(call_id)
+            fan_out.discard()
 
     # -- a call and its interrupts -------------------------------------------------------------------------------------
 
@@ -167,7 +201,7 @@ class SyncMPClient(SyncUtilities, MPClient):
             self._session.callers.discard(get_ident())
 
 
-_CALLS = {getattr(SyncMPClient, name).__code__ for name in ("add_request", "get_output", "call_utility")}
+_CALLS = {getattr(SyncMPClient, name).__code__ for name in ("add_request", "get_output", "stream", "call_utility")}
 
 
 def _is_in_a_call(client: SyncMPClient, inner: FrameType) -> bool:

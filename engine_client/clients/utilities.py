@@ -14,7 +14,7 @@ from typing import Any, cast
 from engine_client.messages import PauseMode
 from engine_client.params import LoRARequest
 
-__all__ = ["SyncUtilities"]
+__all__ = ["AsyncUtilities", "SyncUtilities"]
 
 
 class SyncUtilities:
@@ -104,3 +104,98 @@ class SyncUtilities:
     def is_scheduler_paused(self) -> bool:
         """Tell whether the scheduler is paused."""
         return cast("bool", self.call_utility("is_scheduler_paused"))
+
+
+class AsyncUtilities:
+    """The asyncio colour.
+
+    Every method raises what ``call_utility_async`` raises: the engine's own exception, or ``EngineDeadError``.
+    """
+
+    async def call_utility_async(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """Call a utility by name and return its result; the one place that the class which mixes this in fills."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how to call {method}")
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        """Return the tasks that the engine can do, such as ``("generate",)``."""
+        return cast("tuple[str, ...]", await self.call_utility_async("get_supported_tasks"))
+
+    async def profile_async(self, is_start: bool = True, profile_prefix: str | None = None) -> None:
+        """Start or stop the engine's profiler."""
+        await self.call_utility_async("profile", is_start, profile_prefix)
+
+    async def reset_mm_cache_async(self) -> None:
+        """Forget cached multi-modal inputs."""
+        await self.call_utility_async("reset_mm_cache")
+
+    async def reset_prefix_cache_async(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget cached prefixes; return whether that was possible: not while requests run, unless they are reset."""
+        return cast(
+            "bool", await self.call_utility_async("reset_prefix_cache", reset_running_requests, reset_connector)
+        )
+
+    async def reset_encoder_cache_async(self) -> None:
+        """Forget cached encoder outputs."""
+        await self.call_utility_async("reset_encoder_cache")
+
+    async def sleep_async(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Pause and free memory: level 0 nothing, 1 the KV cache, 2 the weights too."""
+        await self.call_utility_async("sleep", level, mode)
+
+    async def wake_up_async(self, tags: list[str] | None = None) -> None:
+        """Rebuild what ``sleep`` freed (all of it, or what ``tags`` name) and resume."""
+        await self.call_utility_async("wake_up", tags)
+
+    async def is_sleeping_async(self) -> bool:
+        """Tell whether the engine sleeps or is paused."""
+        return cast("bool", await self.call_utility_async("is_sleeping"))
+
+    async def execute_dummy_batch_async(self) -> None:
+        """Run the model once on nothing."""
+        await self.call_utility_async("execute_dummy_batch")
+
+    async def add_lora_async(self, lora_request: LoRARequest) -> bool:
+        """Load a LoRA adapter."""
+        return cast("bool", await self.call_utility_async("add_lora", lora_request))
+
+    async def remove_lora_async(self, lora_id: int) -> bool:
+        """Unload a LoRA adapter."""
+        return cast("bool", await self.call_utility_async("remove_lora", lora_id))
+
+    async def list_loras_async(self) -> set[int]:
+        """Return the numbers of the loaded LoRA adapters."""
+        return cast("set[int]", await self.call_utility_async("list_loras"))
+
+    async def pin_lora_async(self, lora_id: int) -> bool:
+        """Keep a LoRA adapter loaded."""
+        return cast("bool", await self.call_utility_async("pin_lora", lora_id))
+
+    async def save_sharded_state_async(
+        self, path: str, pattern: str | None = None, max_size: int | None = None
+    ) -> None:
+        """Save the weights as each worker holds them; ``max_size`` is bytes per file."""
+        await self.call_utility_async("save_sharded_state", path, pattern, max_size)
+
+    async def collective_rpc_async(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker, or a callable that gets the worker first; return one result per worker."""
+        return cast("list[Any]", await self.call_utility_async("collective_rpc", method, timeout, args, kwargs))
+
+    async def pause_scheduler_async(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Pause: ``abort`` what runs, ``wait`` until it has drained, or ``keep`` it frozen."""
+        await self.call_utility_async("pause_scheduler", mode, clear_cache)
+
+    async def resume_scheduler_async(self) -> None:
+        """Go on after a pause."""
+        await self.call_utility_async("resume_scheduler")
+
+    async def is_scheduler_paused_async(self) -> bool:
+        """Tell whether the scheduler is paused."""
+        return cast("bool", await self.call_utility_async("is_scheduler_paused"))

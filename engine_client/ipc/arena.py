@@ -46,7 +46,7 @@ from engine_client.ipc.arena_table import (
 )
 from engine_client.protocol.framing import Segment
 
-__all__ = ["ArenaReader", "ArenaWriter", "create_memory"]
+__all__ = ["MAX_PARTIES", "ArenaReader", "ArenaWriter", "create_memory"]
 
 T = TypeVar("T")
 
@@ -182,6 +182,11 @@ class ArenaWriter:
     def capacity(self) -> int:
         """Return the bytes of all blocks, free ones included."""
         return self._room.blocks.capacity
+
+    @property
+    def fd(self) -> int:
+        """Return the descriptor of the memory, for readers that are started; it stays this object's."""
+        return self._room.fd
 
     @property
     def medium(self) -> str:

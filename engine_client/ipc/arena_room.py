@@ -84,17 +84,17 @@ class ArenaRoom:
         self.mapping: mmap.mmap | None = None
         self.blocks = FreeBlocks()
         self.limit = limit - limit % PAGE
-        self._fd = fd
+        self.fd = fd
 
     @property
     def is_closed(self) -> bool:
         """Tell whether ``close`` was called."""
-        return self._fd < 0
+        return self.fd < 0
 
     @property
     def medium(self) -> str:
         """Say, for the log, what buffers travel through."""
-        return describe_memory(self._fd) if self.limit and not self.is_closed else "the pipe"
+        return describe_memory(self.fd) if self.limit and not self.is_closed else "the pipe"
 
     def take(self, nbytes: int) -> Block | None:
         """Return a new block, held by its maker; None if there is no room for it."""
@@ -123,7 +123,7 @@ class ArenaRoom:
         """Let go of the memory and the descriptor; idempotent.  Views of the mapping keep it."""
         self.table = self.mapping = None
         self.blocks = FreeBlocks()
-        fd, self._fd = self._fd, -1
+        fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
@@ -135,14 +135,14 @@ class ArenaRoom:
         if step < missing:
             return False
         try:
-            if memory_room(self._fd) < step + TABLE_SIZE:
+            if memory_room(self.fd) < step + TABLE_SIZE:
                 return False
             if self.table is None:
-                for _ in reserve(self._fd, 0, TABLE_SIZE):
+                for _ in reserve(self.fd, 0, TABLE_SIZE):
                     pass
-                self.table = Table(self._fd)
+                self.table = Table(self.fd)
             mapping = self._mapping_of(end + step)
-            for reserved in reserve(self._fd, end, end + step):
+            for reserved in reserve(self.fd, end, end + step):
                 prefault(mapping, TABLE_SIZE + self.blocks.capacity, reserved, write=True)
                 self.blocks.extend(reserved - TABLE_SIZE)
         except (OSError, MemoryError):
@@ -161,6 +161,6 @@ class ArenaRoom:
         return self.mapping
 
     def _mapping_anew(self, size: int) -> mmap.mmap:
-        if os.fstat(self._fd).st_size < size:
-            os.ftruncate(self._fd, size)
-        return map_memory(self._fd, size)
+        if os.fstat(self.fd).st_size < size:
+            os.ftruncate(self.fd, size)
+        return map_memory(self.fd, size)

@@ -12,9 +12,20 @@ Threads: everything may be called from any thread, any finalizer and any signal 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from queue import Empty, SimpleQueue
+from typing import Final
 
-__all__ = ["Latch"]
+from engine_client.deadline import Deadline
+
+__all__ = ["LONGEST_SLEEP", "Latch"]
+
+LONGEST_SLEEP: Final = 0.5
+"""Seconds after which whoever waits looks around.
+
+A signal that comes between the interpreter's last look and the moment that the system call blocks is noticed only when
+that returns; without this, such a Ctrl-C would be lost.
+"""
 
 
 class Latch:
@@ -42,12 +53,14 @@ class Latch:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is set, at most ``timeout`` seconds; return whether it is."""
         waiter: SimpleQueue[None] = SimpleQueue()
+        deadline = Deadline(timeout)
         try:
             self._waiters.add(waiter)  # before the look, so that whoever sets it in between finds the waiter
-            if not self._is_set:
-                waiter.get(timeout=timeout)
-        except Empty:
-            pass  # safe because the answer below says so
+            while not self._is_set:
+                with suppress(Empty):
+                    waiter.get(timeout=deadline.capped(LONGEST_SLEEP))
+                if deadline.expired():
+                    break
         finally:
             self._waiters.discard(waiter)
         return self._is_set

@@ -135,10 +135,10 @@ class ProcessGroup:
         self._kill(members)
         return {member.rank: member.how if member.buried and member.how else "stuck" for member in members}
 
-    def kill_now(self) -> None:
-        """Send SIGKILL to all engines and what is below them, and wait, at most a second, until they are gone."""
+    def kill_now(self, ranks: Iterable[int] | None = None) -> None:
+        """Send SIGKILL to engines, by default all, and what is below them; wait, at most a second, until it is gone."""
         if not self._is_foreign():
-            self._kill(self._some(None))
+            self._kill(self._some(ranks))
 
     def close(self) -> None:
         """Close the sentinels.  Idempotent; how each engine ended stays known."""

@@ -23,6 +23,7 @@ import pickle
 import struct
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import MISSING, fields
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -31,7 +32,16 @@ from engine_client.protocol.exception_fields import text_of
 from engine_client.protocol.framing import Flag, Kind
 from engine_client.protocol.wire import Frame, load_frame
 
-__all__ = ["Columns", "decode_columns", "encode_outputs", "outputs_from", "with_values"]
+__all__ = [
+    "Columns",
+    "Rest",
+    "decode_columns",
+    "encode_outputs",
+    "failed_batch",
+    "outputs_from",
+    "split",
+    "with_values",
+]
 
 _DEFAULTS: Final = {
     f.name: f.default for f in fields(EngineCoreOutput) if f.name not in ("request_id", "new_token_ids")
@@ -63,8 +73,42 @@ class Columns(NamedTuple):
     meta: dict[str, Any] | None = None
     fault: BaseException | None = None
     """Why the values of this batch are missing."""
-    rest: tuple[Frame, list[int]] | None = None
-    """The values, not decoded yet, and the rows that have some."""
+    rest: Rest | None = None
+    """The values, not decoded yet."""
+    rows: list[int] | None = None
+    """Which rows of the engine's batch these are, if not all of them."""
+
+
+class Rest:
+    """The values of a batch, decoded when they are wanted; the parts of a batch share one.
+
+    Args:
+        frame: holds them.
+        heavy: the rows that have some.
+    """
+
+    __slots__ = ("_values", "frame", "heavy")
+
+    def __init__(self, frame: Frame, heavy: list[int]) -> None:
+        self.frame = frame
+        self.heavy = heavy
+        self._values: tuple[Any, Any] | None = None
+
+    @property
+    def size(self) -> int:
+        """Return the bytes that are left to decode."""
+        frame = self.frame
+        return 0 if self._values is not None else len(frame.header) + sum(view.nbytes for view in frame.buffers)
+
+    def load(self) -> tuple[Any, Any]:
+        """Return the values and the rest of the fields; two threads at once may both decode them, which does no harm.
+
+        Raises:
+            BaseException: what decoding raised.
+        """
+        if self._values is None:
+            self._values = load_frame(self.frame)
+        return self._values
 
 
 def _set_fields(output: Any) -> dict[str, Any]:
@@ -181,7 +225,48 @@ def decode_columns(frame: Frame) -> Columns:
     begin = _LENGTH.size
     end = begin + _LENGTH.unpack_from(frame.header)[0]
     columns, heavy = _load_plain(frame.header[begin:end])
-    return columns._replace(rest=(frame._replace(header=frame.header[end:]), heavy or []))
+    return columns._replace(rest=Rest(frame._replace(header=frame.header[end:]), heavy or []))
+
+
+def split(columns: Columns, rows: Iterable[int]) -> tuple[list[Columns], Columns]:
+    """Take some rows of a batch out, each as a batch of its own; return these, and what is left."""
+    taken = set(rows)
+    bounds = _bounds(columns)
+    finishes: dict[int, list[tuple[int, int, Any]]] = {}
+    for row, reason, stop_reason in columns.finishes:
+        finishes.setdefault(row, []).append((0, reason, stop_reason))
+    singles = [_part(columns, [row], bounds, finishes.get(row, []))._replace(strays=[], meta=None) for row in taken]
+    left = [row for row in range(len(columns.keys)) if row not in taken]
+    place = {row: index for index, row in enumerate(left)}
+    kept = [(place[row], *finish) for row, *finish in columns.finishes if row in place]
+    return singles, _part(columns, left, bounds, kept)
+
+
+def _bounds(columns: Columns) -> list[int]:
+    """Return where each row's tokens begin, and at last where they all end."""
+    if columns.counts is None:
+        return list(range(len(columns.keys) + 1))
+    return [0, *accumulate(columns.counts)]
+
+
+def _part(columns: Columns, rows: list[int], bounds: list[int], finishes: list[Any]) -> Columns:
+    original = columns.rows
+    tokens: list[int] = []
+    for row in rows:
+        tokens += columns.tokens[bounds[row] : bounds[row + 1]]
+    return columns._replace(
+        keys=[columns.keys[row] for row in rows],
+        tokens=tokens,
+        counts=None if columns.counts is None else [columns.counts[row] for row in rows],
+        finishes=finishes,
+        rows=None if columns.rest is None else [row if original is None else original[row] for row in rows],
+    )
+
+
+def failed_batch(rank: int, keys: list[int], text: str, timestamp: float) -> Columns:
+    """Return a batch that ends requests with reason ERROR, which no engine has sent."""
+    finishes = [(row, int(FinishReason.ERROR), text) for row in range(len(keys))]
+    return Columns(rank, timestamp, keys, [], [0] * len(keys), finishes, [])
 
 
 def with_values(columns: Columns) -> tuple[Columns, list[int]]:
@@ -195,14 +280,26 @@ def with_values(columns: Columns) -> tuple[Columns, list[int]]:
     """
     if columns.rest is None:
         return columns, []
-    frame, heavy = columns.rest
+    heavy = columns.rest.heavy
+    if columns.rows is not None:
+        heavy = [row for row, original in enumerate(columns.rows) if original in set(columns.rest.heavy)]
     try:
-        extras, meta = load_frame(frame)
+        extras, meta = columns.rest.load()
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001  # the values' own code ran (SystemExit?); only these requests fail
         return _without_values(columns, heavy, error)
-    return columns._replace(extras=extras, meta=meta, rest=None), []
+    if columns.rows is not None:
+        extras = _extras_of(extras or {}, columns.rows)
+    return columns._replace(extras=extras, meta=meta, rest=None, rows=None), []
+
+
+def _extras_of(extras: dict[str, dict[int, Any]], rows: list[int]) -> dict[str, dict[int, Any]]:
+    """Return the values of some rows under their new numbers."""
+    return {
+        name: {row: column[original] for row, original in enumerate(rows) if original in column}
+        for name, column in extras.items()
+    }
 
 
 def _load_plain(header: Any) -> tuple[Columns, list[int] | None]:
@@ -216,7 +313,7 @@ def _without_values(columns: Columns, heavy: list[int], error: BaseException) ->
     text = f"an output cannot be decoded: {type(error).__name__}: {text_of(error)}"
     finishes = [finish for finish in columns.finishes if finish[0] not in heavy]
     finishes += [(row, int(FinishReason.ERROR), text) for row in heavy]
-    return columns._replace(finishes=finishes, fault=error, rest=None), [columns.keys[row] for row in heavy]
+    return columns._replace(finishes=finishes, fault=error, rest=None, rows=None), [columns.keys[row] for row in heavy]
 
 
 def outputs_from(columns: Columns, ids: MutableMapping[int, str]) -> tuple[EngineCoreOutputs, list[int]]:

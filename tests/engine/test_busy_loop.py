@@ -128,7 +128,7 @@ def test_requests_run_to_their_end() -> None:
         r.add(6, "b", 1)
         assert r.finishes(2) == {5: (FinishReason.LENGTH, None), 6: (FinishReason.LENGTH, None)}
         eventually(lambda: r.status.counts() == (0, 0), DEADLOCK)
-        assert r.status.snapshot().steps == 3
+        assert r.status.snapshot().steps in (3, 4)  # the second may have come during a step of the first
         assert "running" in repr(r.loop)
 
 

@@ -180,6 +180,7 @@ def description(fds: EngineFds, launcher_pid: int) -> dict[str, Any]:
 
 def obey(fds: EngineFds, launcher_pid: int, line: Lifeline | None = None) -> None:
     """Say hello, then do as told until the launcher hangs up."""
+    faulthandler.disable()  # pytest's: a forked child's planned death is no news
     tell(fds, {"pid": os.getpid()})
     while (order := wait_for_order(fds)) is not None:
         ((what, argument),) = order.items()
@@ -189,7 +190,6 @@ def obey(fds: EngineFds, launcher_pid: int, line: Lifeline | None = None) -> Non
             line.guard_descendants()
             tell(fds, {"guards": len(line.guards)})
         elif what == "native":
-            faulthandler.disable()  # pytest's: a forked child's planned death is no news
             tell(fds, {})  # what follows does not come back
             NATIVE[argument]()
         else:

@@ -136,7 +136,7 @@ def channel_of(client: SyncMPClient) -> Channel:
 
 def arenas_of(client: SyncMPClient) -> tuple[int, int]:
     """Return the descriptors of the memory for requests and for results."""
-    return writer_of(client)._room._fd, client._session.links[0].arena._fd
+    return writer_of(client)._room.fd, client._session.links[0].arena._fd
 
 
 def stop_collecting(core: object) -> None:

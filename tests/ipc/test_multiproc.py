@@ -310,6 +310,9 @@ class TestFork:
             """
         run_script(code).check()
 
+    @pytest.mark.filterwarnings(
+        "ignore:This process .* is multi-threaded:DeprecationWarning"
+    )  # Python's own, since 3.12
     def test_threads_are_warned_of(self):
         """Fork in a process with threads warns before it forks (BC-11)."""
         ended = threading.Event()

@@ -132,8 +132,9 @@ def test_a_recorded_process_is_found_again(monkeypatch):
     def gone(self):
         raise psutil.NoSuchProcess(self.pid)
 
+    process = psutil.Process()
     monkeypatch.setattr(psutil.Process, "create_time", gone)
-    assert Descendant(psutil.Process()).started == 0
+    assert Descendant(process).started == 0
 
 
 def test_children_that_come_and_go(monkeypatch):

@@ -41,6 +41,7 @@ def test_child_process():
         (key,) = descendants() - before.processes
         assert key == key_of(child.pid)
         assert is_running(key)
+        eventually(lambda: "-c input()" in describe_process(key))  # until then it is a copy of this process
         (line,) = (text for text in Inventory.take().added_since(before) if text.startswith("process"))
         assert f"process {child.pid}, child of {os.getpid()}" in line
         assert "-c input()" in line

@@ -1,0 +1,82 @@
+"""Sends utility calls: to one engine, to some, by default to all.
+
+Invariants: I2 (a call that was begun is answered, failed or given up).
+
+Threads: any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from engine_client.clients.fan_out import FanOut
+from engine_client.clients.link import EngineLink
+from engine_client.clients.traffic import LinkGoneError, Traffic
+from engine_client.deadline import Deadline
+from engine_client.protocol.wire import encode_utility
+
+__all__ = ["Caller"]
+
+
+class Caller:
+    """Makes the calls of one client.
+
+    Args:
+        traffic: of the client.
+    """
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def begin(self, method: str, ranks: Iterable[int] | None = None) -> FanOut:
+        """Begin a call to some engines, by default all; to be discarded by whoever has begun it.
+
+        Raises:
+            EngineDeadError: there is no engine.
+            ValueError: there is no such rank.
+        """
+        self._traffic.ensure_alive()
+        ranks = None if ranks is None else list(ranks)
+        for rank in ranks or ():
+            if rank in self._traffic.deaths:
+                raise self._traffic.deaths[rank].error()
+        links = self._traffic.router.links_of(ranks)
+        if not links:
+            raise self._traffic.last_death().error()
+        return FanOut(self._traffic.calls, links, f"the utility {method!r}")
+
+    def send(self, fan_out: FanOut, method: str, args: tuple[Any, ...], deadline: Deadline) -> None:
+        """Send a call that was begun; wait while there is no room.
+
+        Raises:
+            EngineDeadError: there is no engine.
+            TimeoutError: an engine reads nothing, and the deadline came.
+            SerializationError, TypeError, ...: an argument cannot be sent; nothing was.
+        """
+        self._traffic.refuse_to_wait_for_myself()
+        for link in fan_out.links:
+            self._traffic.wait_for_room(link, deadline)
+        for link in self.place(fan_out, method, args):
+            self._traffic.wait_over(link)
+        self.fail_lost(fan_out)
+
+    def place(self, fan_out: FanOut, method: str, args: tuple[Any, ...]) -> list[EngineLink]:
+        """Send a call to engines that have room; waits for nothing; return those that take nothing any more."""
+        gone = []
+        for index, link in enumerate(fan_out.links):
+            call_id = fan_out.register(index)
+            try:
+                self._traffic.send(
+                    link, encode_utility(call_id, method, args, main_importable=self._traffic.main_importable)
+                )
+            except LinkGoneError:
+                gone.append(link)
+        return gone
+
+    def fail_lost(self, fan_out: FanOut) -> None:
+        """End the calls to engines that died while they were sent: whoever failed the table may have come before."""
+        for index, link in enumerate(fan_out.links):
+            ending = self._traffic.ending or self._traffic.deaths.get(link.rank)
+            if ending is not None and (self._traffic.ending is not None or link.over.done()):
+                fan_out.fail(index, ending.error())

@@ -1,0 +1,127 @@
+"""From the reader's thread into event loops: one wake-up of a loop for everything that came in a burst.
+
+::
+
+    reader ── post(loop, callback) ──▶ mailbox of the loop ── call_soon_threadsafe, once ──▶ callbacks, on the loop
+
+A loop that was closed takes nothing: its mailbox is dropped, and ``post`` says so.  Nothing here keeps a loop alive.
+
+Threads: ``post`` from any; callbacks run on their loop's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+from engine_client.clients.calls import Reply
+
+__all__ = ["Mailboxes"]
+
+_TURN: Final = 0.005
+"""Seconds that one consumer may go on without letting the other tasks of its loop run."""
+
+
+class _Mailbox:
+    """What waits to be called on one loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+        self._posts: deque[Callable[[], None]] = deque()  # append and popleft are atomic
+        self._is_due = False
+        self.turned_at = time.monotonic()
+
+    def post(self, callback: Callable[[], None]) -> bool:
+        """Have the loop call this soon; return whether it can."""
+        loop = self._loop()
+        if loop is None:
+            return False
+        self._posts.append(callback)
+        if not self._is_due:
+            self._is_due = True
+            try:
+                loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:  # it is closed
+                self._posts.clear()
+                return False
+        return True
+
+    def _deliver(self) -> None:
+        self._is_due = False
+        self.turned_at = time.monotonic()
+        with suppress(IndexError):  # all are done
+            while True:
+                self._posts.popleft()()
+
+
+class Mailboxes:
+    """The mailboxes of one client: one for each event loop that its coroutines have run in."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._boxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = weakref.WeakKeyDictionary()
+
+    def __repr__(self) -> str:
+        return f"<Mailboxes loops={len(self._boxes)}>"
+
+    def _box(self, loop: asyncio.AbstractEventLoop) -> _Mailbox:
+        with self._lock:
+            box = self._boxes.get(loop)
+            if box is None:
+                box = self._boxes[loop] = _Mailbox(loop)
+            return box
+
+    def post(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> bool:
+        """Have a loop call something soon, from any thread; return False if it is closed."""
+        return self._box(loop).post(callback)
+
+    def waker(self, future: asyncio.Future[None]) -> Callable[..., bool]:
+        """Return what ends a future of the running loop, from any thread, whatever it is called with.
+
+        It returns False if that loop is closed, so that nobody waits any more.
+        """
+        loop = asyncio.get_running_loop()
+        box = self._box(loop)
+
+        def end() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        return lambda *_: box.post(end)
+
+    async def wait(self, reply: Reply, timeout: float | None = None) -> bool:
+        """Wait for the end of a reply, at most ``timeout`` seconds; return whether it has ended."""
+        if not reply.done():
+            future = self.future()
+            reply.add_done_callback(self.waker(future))
+            await self.sleep(future, timeout)
+        return reply.done()
+
+    @staticmethod
+    def future() -> asyncio.Future[None]:
+        """Return a future of the running loop, to wait for with ``sleep``."""
+        return asyncio.get_running_loop().create_future()
+
+    async def sleep(self, future: asyncio.Future[None], timeout: float | None) -> None:
+        """Wait for the end of a future that has no result, at most ``timeout`` seconds."""
+        if timeout is None:
+            await future
+            return
+        timer = asyncio.get_running_loop().call_later(timeout, self.waker(future))
+        try:
+            await future
+        finally:
+            timer.cancel()
+
+    async def take_turns(self) -> None:
+        """Let other tasks of the running loop go on, if they had to wait for some milliseconds."""
+        box = self._box(asyncio.get_running_loop())
+        if time.monotonic() - box.turned_at > _TURN:
+            await asyncio.sleep(0)
+            box.turned_at = time.monotonic()

@@ -1,0 +1,77 @@
+"""Which engine of a client gets a request, and which take one at all.
+
+Threads: any; each change is one atomic operation of a set or an integer, and a race only spreads requests differently.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from itertools import count
+from typing import Any, Final
+
+from engine_client.clients.in_flight import InFlight
+from engine_client.clients.link import EngineLink
+from engine_client.protocol.routing import Load, choose_rank
+
+__all__ = ["Router"]
+
+_BURST: Final = 0.2
+"""Seconds after a request in which the pages of some ranks may not know of it yet."""
+
+
+class Router:
+    """Chooses among the engines of one client.
+
+    Args:
+        links: of the client, by rank; read at every choice, so it may change.
+        in_flight: tells how many requests each rank has.
+        start: where the first search begins; front-ends of the same engines are given different ones.
+    """
+
+    def __init__(self, links: dict[int, EngineLink], in_flight: InFlight, start: int = 0) -> None:
+        self._links = links
+        self._in_flight = in_flight
+        self._turns = count(start)
+        self._sent_at = 0.0
+        self.closed: set[int] = set()  # ranks that take no more requests: dead, about to leave, or about to come back
+
+    def __repr__(self) -> str:
+        return f"<Router ranks={sorted(self._links)} closed={sorted(self.closed)}>"
+
+    def open_links(self) -> list[EngineLink]:
+        """Return the engines that take requests and calls."""
+        return [link for rank, link in list(self._links.items()) if rank not in self.closed]
+
+    def links_of(self, ranks: Iterable[int] | None) -> list[EngineLink]:
+        """Return the engines of these ranks; None: all that are open.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        return self.open_links() if ranks is None else [self._link_of(rank) for rank in ranks]
+
+    def choose(self, request: Any) -> EngineLink | None:
+        """Return the engine that gets a request: the one it asks for, or the least loaded; None if there is none.
+
+        Raises:
+            ValueError: it asks for a rank that this client has not.
+        """
+        rank = getattr(request, "data_parallel_rank", None)
+        if rank is not None:
+            return self._link_of(rank)
+        links = self.open_links()
+        if len(links) <= 1:
+            return links[0] if links else None
+        now = time.monotonic()
+        loads = {link.rank: Load(*link.status.counts(), self._in_flight.count(link.rank)) for link in links}
+        chosen = choose_rank(loads, next(self._turns), in_burst=now - self._sent_at < _BURST)
+        self._sent_at = now
+        return self._links.get(chosen)
+
+    def _link_of(self, rank: int) -> EngineLink:
+        link = self._links.get(rank) if rank not in self.closed else None
+        if link is None:
+            ranks = sorted(link.rank for link in self.open_links())
+            raise ValueError(f"data_parallel_rank {rank} is not one of the ranks {ranks} that this client can use")
+        return link
