@@ -345,7 +345,7 @@ class BusyLoop:
         if self._drain.expired():
             self._engine.abort_all()
             return self._engine.has_work()
-        return self._engine.has_work() or self._pace.is_in_wave
+        return self._engine.has_work() or self._pace.is_needed
 
     def _finish(self) -> None:
         """Abort what could not run on, fail what is deferred, and let the last words leave."""

@@ -33,7 +33,7 @@ class Pace(Protocol):
     """What the busy loop asks between steps."""
 
     @property
-    def is_in_wave(self) -> bool:
+    def is_needed(self) -> bool:
         """Tell whether other ranks count on this one's steps."""
 
     @property
@@ -59,7 +59,7 @@ class Pace(Protocol):
 class Alone:
     """The pace of an engine that nobody waits for."""
 
-    is_in_wave = False
+    is_needed = False
     completed_wave: int | None = None
 
     def __repr__(self) -> str:
@@ -112,9 +112,9 @@ class LockStep:
         return f"<LockStep {self._waves!r}>"
 
     @property
-    def is_in_wave(self) -> bool:
-        """Tell whether other ranks count on this one's steps."""
-        return self._waves.is_in_wave
+    def is_needed(self) -> bool:
+        """Tell whether a wave runs, or was started and this rank is yet to join."""
+        return not self._waves.is_group_idle()
 
     @property
     def completed_wave(self) -> int | None:

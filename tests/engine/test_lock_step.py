@@ -47,7 +47,7 @@ def test_an_engine_on_its_own_steps_when_it_has_work():
     assert alone.look(has_work=False) is Action.SLEEP
     alone.fill()
     alone.stepped(unfinished=True)
-    assert (alone.is_in_wave, alone.completed_wave, repr(alone)) == (False, None, "<Alone>")
+    assert (alone.is_needed, alone.completed_wave, repr(alone)) == (False, None, "<Alone>")
     with alone.listening(DefaultSelector()):
         alone.leave()
 
@@ -76,6 +76,19 @@ def test_who_comes_later_takes_over_the_groups_numbers():
         held.set_members(0b01)
         assert "wave=0 round=0" in repr(LockStep(scripted(), held))
         other.close()
+
+
+def test_a_rank_is_needed_as_soon_as_another_starts():
+    """A rank must not leave a draining group between the start of a wave and its own first step."""
+    with member() as held:
+        pace = LockStep(scripted(), held)
+        assert not pace.is_needed
+        other = neighbour(held, 1)
+        other.set_started(0)
+        other.close()
+        assert pace.is_needed
+        assert pace.look(has_work=False) is Action.JOIN
+        assert pace.is_needed
 
 
 def test_the_bell_is_heard_only_while_listening():
@@ -260,7 +273,7 @@ def test_a_rank_that_drains_is_not_left_alone():
     with lock_step(2, step_seconds=0.002, shutdown_timeout=DEADLOCK) as group:
         group[0].add(1, 300)
         eventually(lambda: group[0].poll() or group[0].tokens[1] > 0, DEADLOCK)
-        for member in group.members:
+        for member in reversed(group.members):
             member.ask_to_end()
         assert [member.exit_code() for member in group.members] == [0, 0]
         assert group[0].wait_for(1) == FinishReason.LENGTH
