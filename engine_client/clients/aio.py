@@ -68,6 +68,9 @@ class AsyncMPClient(AsyncUtilities, MPClient):
         self.client_index = client_index
         self._mailboxes = Mailboxes()
         super().__init__(True, vllm_config, executor_class, log_stats, client_addresses, options=options)
+        session, mailboxes = self._session, self._mailboxes
+        # No loop says when it is closed; what was asked for in one must not reach the next.
+        session.look_around = lambda: session.abort_of(mailboxes.take_closed())
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Send a request; its buffers may be changed as soon as this returns.
@@ -85,12 +88,13 @@ class AsyncMPClient(AsyncUtilities, MPClient):
     async def _add(self, request: Any, key: int | None, queue: Any) -> None:
         session = self._session
         prompt = session.check(request)
+        session.look_around()
         await self._mailboxes.take_turns()
         while True:
             link = session.choose(request)
             await self._wait_for_room(link, Deadline(None))
             try:
-                return session.place(link, request, prompt, key, queue)
+                return session.place(link, request, prompt, key, queue, self._mailboxes.current())
             except LinkGoneError as error:
                 await self._mailboxes.wait(error.link.over, OVER_TIMEOUT)
                 session.raise_death(error.link)  # unless there is another rank to go to
@@ -126,6 +130,7 @@ class AsyncMPClient(AsyncUtilities, MPClient):
         """
         deadline = Deadline(check_timeout(timeout))
         self._session.refuse_copies()
+        self._session.look_around()
         self._session.consumes()
         return await next_outputs(self._session.outputs, self._mailboxes, deadline)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from itertools import count
 from numbers import Real
 from typing import Any, Final
@@ -108,7 +108,7 @@ class InFlight:
         # -- guarded by _lock, but for reading --
         self._keys: dict[str, int] = {}
         self._ids: dict[int, str] = {}
-        self._owners: dict[int, int] = {}  # the thread that has added it
+        self._owners: dict[int, Hashable] = {}  # the thread, or the event loop's mailbox, that has added it
         self._ranks: dict[int, int] = {}
         self._of_rank: dict[int, set[int]] = {}
         self._finished: set[int] = set()  # their last outputs are out, or on their way out; removed by the next call
@@ -124,8 +124,11 @@ class InFlight:
         """Return a key that was never used.  Whoever has it before the request is added can always discard that."""
         return next(self._next)
 
-    def add(self, request_id: str, key: int | None = None, rank: int = 0) -> int:
+    def add(self, request_id: str, key: int | None = None, rank: int = 0, owner: Hashable = None) -> int:
         """Take an id for a request to this rank and return its key.
+
+        Args:
+            owner: who has it, for ``mine``; None: the calling thread.
 
         Raises:
             ValueError: a request with this id is in flight.
@@ -137,7 +140,7 @@ class InFlight:
             if self._keys.get(request_id) in self._ids:
                 raise ValueError(f"request {request_id!r:.100} is already running: choose another id or abort it first")
             self._ids[key] = request_id
-            self._owners[key] = threading.get_ident()
+            self._owners[key] = threading.get_ident() if owner is None else owner
             self._ranks[key] = rank
             self._of_rank.setdefault(rank, set()).add(key)
             self._keys[request_id] = key
@@ -161,9 +164,9 @@ class InFlight:
             wanted = [self._keys.get(request_id) for request_id in request_ids if isinstance(request_id, str)]
             return {key: self._ranks[key] for key in wanted if key is not None and key in self._ids}
 
-    def mine(self, ident: int | None = None) -> dict[int, int]:
-        """Return the ranks, by key, of the requests that a thread, by default the calling one, has added."""
-        me = threading.get_ident() if ident is None else ident
+    def mine(self, owner: Hashable = None) -> dict[int, int]:
+        """Return the ranks, by key, of the requests that an owner, by default the calling thread, has added."""
+        me = threading.get_ident() if owner is None else owner
         with self._lock:
             self._settle()
             return {key: self._ranks[key] for key, owner in self._owners.items() if owner == me}

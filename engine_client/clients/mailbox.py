@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Final
 
@@ -36,6 +36,12 @@ class _Mailbox:
         self._posts: deque[Callable[[], None]] = deque()  # append and popleft are atomic
         self._is_due = False
         self.turned_at = time.monotonic()
+
+    @property
+    def is_closed(self) -> bool:
+        """Tell whether the loop was closed, or is gone."""
+        loop = self._loop()
+        return loop is None or loop.is_closed()
 
     def post(self, callback: Callable[[], None]) -> bool:
         """Have the loop call this soon; return whether it can."""
@@ -66,6 +72,7 @@ class Mailboxes:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._boxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = weakref.WeakKeyDictionary()
+        self._open: set[_Mailbox] = set()  # also those whose loop is gone, until ``take_closed``
 
     def __repr__(self) -> str:
         return f"<Mailboxes loops={len(self._boxes)}>"
@@ -75,7 +82,21 @@ class Mailboxes:
             box = self._boxes.get(loop)
             if box is None:
                 box = self._boxes[loop] = _Mailbox(loop)
+                self._open.add(box)
             return box
+
+    def current(self) -> Hashable:
+        """Return what stands for the running loop."""
+        return self._box(asyncio.get_running_loop())
+
+    def take_closed(self) -> list[Hashable]:
+        """Return, once, what stands for loops that were closed."""
+        if not any(box.is_closed for box in list(self._open)):
+            return []
+        with self._lock:
+            closed = [box for box in self._open if box.is_closed]
+            self._open.difference_update(closed)
+        return list(closed)
 
     def post(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> bool:
         """Have a loop call something soon, from any thread; return False if it is closed."""

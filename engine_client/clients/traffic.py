@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
@@ -91,6 +91,7 @@ class Traffic:
         self.deaths: dict[int, Ending] = {}  # of ranks that others survive
         self.room = Room(options.high_water, lambda: self._ending is not None or self._reader.is_current())
         self.aborts = Aborts(self.in_flight, self.streams, self._send_aborts)
+        self.look_around: Callable[[], None] = lambda: None  # called at each batch: who of those who wait is gone?
         self._consumer = 0  # the thread that last asked for outputs
         self._logged: set[str] = set()  # kinds of strange things that were logged once
         self._ended = Latch()
@@ -176,8 +177,11 @@ class Traffic:
         prompt: array[int] | None,
         key: int | None = None,
         stream: OutputQueue | None = None,
+        owner: Hashable = None,
     ) -> None:
         """Send a request that was checked, to an engine that has room; waits for nothing.
+
+        ``owner`` is that of ``InFlight.add``.
 
         Raises:
             LinkGoneError: the engine takes nothing any more.
@@ -189,7 +193,7 @@ class Traffic:
             self._abort_noted()
             if stream is not None:
                 self.streams.add(key, stream)
-            self.in_flight.add(request.request_id, key, link.rank)
+            self.in_flight.add(request.request_id, key, link.rank, owner)
             self.send(link, encode_add(key, request, prompt, main_importable=self.main_importable))
         except Exception:
             self.in_flight.discard(key)
@@ -218,6 +222,12 @@ class Traffic:
     def stream_queue(self, key: int) -> OutputQueue:
         """Return a queue for the outputs of one request."""
         return OutputQueue(self.in_flight, self._on_lost, partial(self.take_back, key))
+
+    def abort_of(self, owners: Iterable[Hashable]) -> None:
+        """Abort all requests of some owners, who are gone."""
+        for owner in owners:
+            self.aborts.note(self.in_flight.mine(owner))
+        self._abort_noted()
 
     def forget_stream(self, key: int) -> None:
         """Note that a stream is over."""
@@ -355,6 +365,7 @@ class Traffic:
         if columns.strays:
             names = ", ".join(columns.strays)
             self._log_once("stray", "%s sent outputs of requests nobody has asked for: %s", link.title, names)
+        self.look_around()
         columns = self.streams.sort(columns)
         if columns.keys or self._consumer or not self.streams:  # statistics alone are kept if somebody takes outputs
             self.outputs.put(columns)
