@@ -34,6 +34,7 @@ from engine_client.protocol.wire import (
 )
 from engine_client.testing.executors import EchoExecutor, FailingInit, SlowInit
 from engine_client.testing.scripted import TARGET, Script
+from helpers.lockstep import lock_step
 from helpers.timing import DEADLOCK, eventually
 
 
@@ -104,6 +105,16 @@ def test_the_phases_of_a_life_in_order() -> None:
         e.receive(Kind.GOODBYE)
         assert e.exit_code() == 0
         assert e.link.status.snapshot().state is EngineState.ENDED
+
+
+def test_each_of_several_engines_is_built_for_its_rank() -> None:
+    """Independent ranks, too, find their rank in the configuration, and make no steps for each other."""
+    with lock_step(2, in_step=False) as engines:
+        engines[1].add(1, 3)
+        engines[1].wait_for(1)
+        facts = [member.facts() for member in engines.members]
+        assert [fact["built_for"] for fact in facts] == [(0, 0), (1, 1)]
+        assert engines.steps() == [0, 3]
 
 
 def test_the_built_in_engine_reports_progress_and_capacities() -> None:

@@ -64,7 +64,7 @@ class Counting(EchoExecutor):
 class Member:
     """One rank: its process, and the front-end's end of its channel."""
 
-    def __init__(self, rank: int, group: GroupFds, owner: ProcessGroup) -> None:
+    def __init__(self, rank: int, group: GroupFds | None, owner: ProcessGroup) -> None:
         self.rank = rank
         ours, theirs = socket.socketpair()
         lifeline, self.held = os.pipe()
@@ -195,9 +195,15 @@ class Group:
 
 @contextmanager
 def lock_step(
-    count: int, *, target: str = OWN_CORE, shutdown_timeout: float = 0, backlog_limit: int = 1 << 26, **additional: Any
+    count: int,
+    *,
+    target: str = OWN_CORE,
+    shutdown_timeout: float = 0,
+    backlog_limit: int = 1 << 26,
+    in_step: bool = True,
+    **additional: Any,
 ) -> Iterator[Group]:
-    """Yield a group of engines; whatever is left of them is killed afterwards."""
+    """Yield a group of engines, without ``in_step`` of independent ones; what is left of them is killed afterwards."""
     config = EngineConfig(additional_config=additional)
     config.parallel_config.data_parallel_size = count
     config.shutdown_timeout = shutdown_timeout
@@ -207,7 +213,7 @@ def lock_step(
     page.set_members((1 << count) - 1)
     members: list[Member] = []
     try:
-        members += [Member(rank, fds, owner) for rank in range(count)]
+        members += [Member(rank, fds if in_step else None, owner) for rank in range(count)]
         for member in members:
             payload = dumps((config, Counting, False))
             options = {**ClientOptions().for_engine(), "backlog_limit": backlog_limit}
