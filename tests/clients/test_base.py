@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from functools import partial
 
 import pytest
 
-from engine_client import EngineConfig, EngineCoreClient, InprocClient, SyncMPClient
+from engine_client import ClientOptions, EngineConfig, EngineCoreClient, InprocClient, SyncMPClient
+from engine_client.clients.aio import AsyncMPClient
+from engine_client.clients.data_parallel import DPAsyncMPClient, DPLBAsyncMPClient
 from engine_client.testing.executors import EchoExecutor
+from engine_client.testing.scripted import TARGET
 
 
 def test_the_factory_makes_the_blocking_clients() -> None:
@@ -19,14 +23,26 @@ def test_the_factory_makes_the_blocking_clients() -> None:
             assert client.is_alive
 
 
-def test_asyncio_is_refused_with_a_sentence() -> None:
-    """Asyncio without multiprocessing names the alternative; asyncio clients say what to use instead."""
+def test_asyncio_in_this_process_is_refused_with_a_sentence() -> None:
+    """Asyncio without multiprocessing raises NotImplementedError, which names the alternatives."""
     with pytest.raises(NotImplementedError, match=r"multiprocess_mode.*make_client\(True, True"):
         EngineCoreClient.make_client(False, True, EngineConfig(), EchoExecutor, False)
-    with pytest.raises(NotImplementedError, match="to_thread"):
-        EngineCoreClient.make_client(True, True, EngineConfig(), EchoExecutor, False)
-    with pytest.raises(NotImplementedError, match="to_thread"):
-        EngineCoreClient.make_async_mp_client(EngineConfig(), EchoExecutor, False)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "external", "kind"),
+    [(1, False, AsyncMPClient), (2, True, DPAsyncMPClient), (2, False, DPLBAsyncMPClient)],
+)
+def test_the_factories_make_the_asyncio_clients(ranks: int, external: bool, kind: type) -> None:
+    """One rank, one of several for a balancer outside, all of several: each has its class, from both factories."""
+    for make in (partial(EngineCoreClient.make_client, True, True), EngineCoreClient.make_async_mp_client):
+        config = EngineConfig()
+        config.parallel_config.data_parallel_size = ranks
+        config.parallel_config.data_parallel_external_lb = external
+        with make(config, None, False, options=ClientOptions(engine_target=TARGET)) as client:
+            assert type(client) is kind
+            assert client.is_alive
+            assert client.core_engines == [b"\0\0", b"\1\0"][: 1 if external else ranks]
 
 
 ASYNC = [n for n, f in vars(EngineCoreClient).items() if inspect.iscoroutinefunction(f)]

@@ -20,7 +20,8 @@ from engine_client import (
     SerializationError,
     SyncMPClient,
 )
-from engine_client.clients.mp import MPClient
+from engine_client.clients.mp import MPClient, managed_ranks, needs_lock_step
+from engine_client.config import ModelConfig, ParallelConfig
 from engine_client.ipc.status_page import EngineState
 from engine_client.testing.executors import EchoExecutor
 from engine_client.testing.faults import frozen
@@ -111,14 +112,25 @@ def test_the_reference_s_dead_frame_is_understood() -> None:
         resources()
 
 
-@pytest.mark.parametrize("what", ["addresses", "data parallel"])
-def test_what_belongs_to_a_later_version_says_so(what: str) -> None:
-    """Several front-ends and data parallel engines raise NotImplementedError, and nothing is started."""
-    config = EngineConfig()
-    addresses = {"input_address": "x"} if what == "addresses" else None
-    config.parallel_config.data_parallel_size = 1 if addresses else 2
-    with pytest.raises(NotImplementedError, match="not part of this version"):
-        MPClient(False, config, None, False, addresses)  # type: ignore[arg-type, abstract]
+def test_the_ranks_that_a_client_starts() -> None:
+    """All of them; only its own where somebody else balances; and one that is alone has the number it was given."""
+    for settings, ranks in (
+        ({}, [0]),
+        ({"data_parallel_index": 2}, [2]),
+        ({"data_parallel_size": 3}, [0, 1, 2]),
+        ({"data_parallel_size": 3, "data_parallel_external_lb": True, "data_parallel_rank": 1}, [1]),
+        ({"data_parallel_size": 3, "data_parallel_rank_local": 0, "data_parallel_rank": 2}, [2]),
+    ):
+        assert managed_ranks(ParallelConfig(**settings)) == ranks
+
+
+def test_ranks_step_together_for_a_mixture_of_experts_only() -> None:
+    """Several ranks of another model are independent, and one rank always is."""
+    for ranks, is_moe, expected in ((1, True, False), (2, False, False), (2, True, True)):
+        config = EngineConfig(
+            model_config=ModelConfig(is_moe=is_moe), parallel_config=ParallelConfig(data_parallel_size=ranks)
+        )
+        assert needs_lock_step(config) is expected
 
 
 def test_a_failed_start_leaves_nothing_and_the_next_one_works() -> None:

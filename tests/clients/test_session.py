@@ -34,6 +34,7 @@ from engine_client.protocol.wire import (
     encode_status,
     encode_text,
 )
+from helpers.calls import call
 from helpers.clients import make_request
 from helpers.peers import Peer, played_engine
 from helpers.timing import DEADLOCK, eventually, took_at_most
@@ -71,13 +72,13 @@ def outputs(keys: dict[str, int], *rows: EngineCoreOutput) -> Frame:
     return frame
 
 
-def waits(call: Callable[[], Any]) -> tuple[threading.Thread, list[Exception]]:
+def waits(operation: Callable[[], Any]) -> tuple[threading.Thread, list[Exception]]:
     """Run a call that is to raise in a thread."""
     errors: list[Exception] = []
 
     def run() -> None:
         try:
-            call()
+            operation()
         except Exception as error:  # noqa: BLE001
             errors.append(error)
 
@@ -116,17 +117,18 @@ def test_replies_that_nobody_waits_for_are_dropped() -> None:
     """An unknown call id, a doubled reply: nothing happens."""
     with session() as (s, peer):
         peer.channel.send(encode_reply(999, 1))
-        call_id, future = s.call("echo", (1,))
+        pending = call(s, "echo", 1)
         for value in ("mine", "again"):
-            peer.channel.send(encode_reply(call_id, value))
-        assert s.wait(future, Deadline(DEADLOCK)) == "mine"
+            peer.channel.send(encode_reply(pending.ids[0], value))
+        assert pending.wait(Deadline(DEADLOCK)) == ["mine"]
 
 
 def test_a_failure_of_a_call_that_was_given_up_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """A late reply is dropped; a late failure leaves one line."""
     with session() as (s, peer), caplog.at_level(logging.WARNING):
-        call_id, _ = s.call("a", ())
-        s.calls.discard(call_id)
+        pending = call(s, "a")
+        (call_id,) = pending.ids
+        pending.discard()
         peer.channel.send(encode_reply(call_id, 1))
         peer.channel.send(encode_reply(call_id, error=KeyError("late")))
         eventually(lambda: "gave up" in caplog.text, DEADLOCK)
@@ -136,14 +138,14 @@ def test_a_failure_of_a_call_that_was_given_up_is_logged(caplog: pytest.LogCaptu
 def test_a_reply_that_cannot_be_decoded_fails_its_call_alone() -> None:
     """The caller gets RemoteCallError with the reason; the reader goes on."""
     with session() as (s, peer):
-        first, bad = s.call("a", ())
-        second, good = s.call("b", ())
+        bad, good = call(s, "a"), call(s, "b")
+        first, second = bad.ids[0], good.ids[0]
         peer.channel.send(Frame(Kind.REPLY, 0, first, b"no pickle"))
         peer.channel.send(Frame(Kind.REPLY, Flag.FAILED, first, b"no pickle"))
         peer.channel.send(encode_reply(second, 2))
         with pytest.raises(RemoteCallError, match="cannot be decoded"):
-            s.wait(bad, Deadline(DEADLOCK))
-        assert s.wait(good, Deadline(DEADLOCK)) == 2
+            bad.wait(Deadline(DEADLOCK))
+        assert good.wait(Deadline(DEADLOCK)) == [2]
 
 
 class Bomb:
@@ -156,10 +158,10 @@ class Bomb:
 def test_a_value_whose_decoding_raises_system_exit_cannot_end_the_reader() -> None:
     """What arrives never ends a thread that serves others."""
     with session() as (s, peer):
-        call_id, future = s.call("a", ())
-        peer.channel.send(encode_reply(call_id, Bomb()))
+        pending = call(s, "a")
+        peer.channel.send(encode_reply(pending.ids[0], Bomb()))
         with pytest.raises(RemoteCallError, match="SystemExit"):
-            s.wait(future, Deadline(DEADLOCK))
+            pending.wait(Deadline(DEADLOCK))
         assert s.state == "running"
 
 
@@ -186,11 +188,11 @@ def test_an_output_whose_value_cannot_be_decoded_ends_its_request_on_both_sides(
 def test_a_frame_that_makes_no_sense_is_the_engine_s_death(frame: Frame) -> None:
     """Nobody knows whose it was: everybody gets EngineDeadError from RemoteProtocolError, and the engine is ended."""
     with session() as (s, peer):
-        _, future = s.call("a", ())
+        pending = call(s, "a")
         peer.channel.send(frame)
-        for call in (lambda: s.get(DEADLOCK), lambda: s.wait(future, Deadline(DEADLOCK)), lambda: s.call("b", ())):
+        for operation in (lambda: s.get(DEADLOCK), lambda: pending.wait(Deadline(DEADLOCK)), lambda: call(s, "b")):
             with pytest.raises(EngineDeadError) as caught:
-                call()
+                operation()
             assert isinstance(caught.value.__cause__, RemoteProtocolError)
         eventually(lambda: not peer.link.handle.is_alive(), DEADLOCK)
         assert len(s.calls) == 0
@@ -267,7 +269,7 @@ def test_a_death_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """However many wait, the log has one line."""
     with session() as (s, peer), caplog.at_level(logging.WARNING, "engine_client.session"):
         waiters = [waits(lambda: s.get(DEADLOCK)) for _ in range(5)]
-        futures = [s.call("x", ())[1] for _ in range(5)]
+        futures = [call(s, "x").replies[0] for _ in range(5)]
         peer.link.handle.kill()
         for thread, errors in waiters:
             thread.join(DEADLOCK)
@@ -290,8 +292,8 @@ def test_a_failure_of_the_reader_itself_is_a_death(monkeypatch: pytest.MonkeyPat
 def test_senders_wait_at_the_high_water_mark_until_there_is_room() -> None:
     """More than the mark waits in the backlog only until the engine reads; abort does not wait."""
     with session(high_water=1 << 20, arena_limit=0) as (s, peer):
-        s.call("big", (bytes(4 << 20),))
-        thread, errors = waits(lambda: s.call("next", ()))
+        call(s, "big", bytes(4 << 20))
+        thread, errors = waits(lambda: call(s, "next"))
         thread.join(0.2)
         assert thread.is_alive()
         with took_at_most(2.0):
@@ -305,8 +307,8 @@ def test_senders_wait_at_the_high_water_mark_until_there_is_room() -> None:
 def test_waiting_for_room_ends_with_the_engine(end: str) -> None:
     """Death and close end the wait."""
     with session(high_water=1 << 20) as (s, peer):
-        s.call("big", (bytes(40 << 20),))
-        thread, errors = waits(lambda: s.call("next", ()))
+        call(s, "big", bytes(40 << 20))
+        thread, errors = waits(lambda: call(s, "next"))
         time.sleep(0.1)
         if end == "death":
             peer.link.handle.kill()
@@ -323,14 +325,14 @@ def test_sending_to_an_engine_that_has_just_died_says_how_it_died() -> None:
         peer.channel.close()
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             while True:
-                s.call("x", ())
+                call(s, "x")
 
 
 def test_closing_asks_first_and_kills_at_the_deadline() -> None:
     """An engine that does not react is killed when the grace is over; those who wait get ClosedError."""
     with session() as (s, peer):
         thread, errors = waits(lambda: s.get(DEADLOCK))
-        _, future = s.call("x", ())
+        (future,) = call(s, "x").replies
         peer.process.poll()
         os.kill(peer.process.pid, 19)  # SIGSTOP: it reacts to nothing
         with took_at_most(2.0):
@@ -432,9 +434,9 @@ def test_a_forked_copy_refuses_and_harms_nothing() -> None:
             code = 1
             try:
                 request = make_request("a")
-                for call in (s.ensure_alive, lambda: s.get(0), lambda: s.call("x", ()), lambda: s.add(request)):
+                for operation in (s.ensure_alive, lambda: s.get(0), lambda: call(s, "x"), lambda: s.add(request)):
                     try:
-                        call()
+                        operation()
                     except ForeignProcessError as error:
                         assert str(s.owner_pid) in str(error)  # noqa: PT017
                     else:
@@ -445,6 +447,6 @@ def test_a_forked_copy_refuses_and_harms_nothing() -> None:
                 os._exit(code)
         assert os.waitpid(pid, 0)[1] == 0
         assert peer.link.handle.is_alive()
-        call_id, future = s.call("x", ())
-        peer.channel.send(encode_reply(call_id, "alive"))
-        assert s.wait(future, Deadline(DEADLOCK)) == "alive"
+        pending = call(s, "x")
+        peer.channel.send(encode_reply(pending.ids[0], "alive"))
+        assert pending.wait(Deadline(DEADLOCK)) == ["alive"]

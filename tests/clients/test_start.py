@@ -249,6 +249,6 @@ def test_a_launch_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("engine_client.ipc.launcher._executable", lambda: "/nonexistent/python")
     before = sorted(os.listdir("/proc/self/fd"))
     with pytest.raises(StartupError, match="nonexistent"):
-        launch_engine(0, ClientOptions(), writer, fd)
+        launch_engine(0, ClientOptions(), writer)
     assert sorted(os.listdir("/proc/self/fd")) == before
     writer.close()

@@ -19,6 +19,7 @@ from engine_client import (
     ForeignProcessError,
     RemoteCallError,
 )
+from engine_client.clients.caller import Caller
 from engine_client.clients.session import Session
 from engine_client.deadline import Deadline
 from engine_client.errors import LocalProtocolError
@@ -26,6 +27,7 @@ from engine_client.messages import EngineCoreOutput, EngineCoreOutputs
 from engine_client.protocol.batch import encode_outputs
 from engine_client.protocol.framing import Kind
 from engine_client.protocol.wire import Frame, decode_abort, encode_reply
+from helpers.calls import call
 from helpers.clients import make_request
 from helpers.peers import Peer, played_engine
 from helpers.timing import DEADLOCK, eventually, took_at_most
@@ -63,16 +65,16 @@ def read_all(peer: Peer, kind: Kind, count: int) -> list[Frame]:
 def test_waiting_for_room_keeps_the_caller_s_deadline() -> None:
     """A call whose engine reads nothing ends at its deadline, and leaves nothing behind."""
     with session(high_water=1 << 20) as (s, _):
-        s.call("big", (BIG,))
+        call(s, "big", BIG)
         with took_at_most(5.0), pytest.raises(TimeoutError, match=r"reads nothing.* 0\.1 s"):
-            s.call("next", (), Deadline(0.1))
+            call(s, "next", timeout=0.1)
         assert len(s.calls) == 1
 
 
 def test_all_who_wait_for_room_go_on_when_there_is_some() -> None:
     """Twenty senders at once: the news of room is lost to none of them."""
     with session(high_water=1 << 20) as (s, peer):
-        s.call("big", (BIG,))
+        call(s, "big", BIG)
         threads = [threading.Thread(target=s.add, args=(make_request(f"r{i}"),)) for i in range(20)]
         for thread in threads:
             thread.start()
@@ -88,28 +90,32 @@ def test_what_would_wait_for_itself_is_refused() -> None:
         seen: list[Any] = []
 
         def on_done(_: Any) -> None:
-            for call in (lambda: s.call("x", ()), lambda: s.get(None)):
+            for operation in (lambda: call(s, "x"), lambda: s.get(None)):
                 try:
-                    call()
+                    operation()
                 except LocalProtocolError as error:
                     seen.append(str(error))
             s.add(make_request("from the callback"))
             seen.append("added")
 
-        call_id, future = s.call("first", ())
-        future.add_done_callback(on_done)
-        peer.channel.send(encode_reply(call_id, 1))
+        first = call(s, "first")
+        first.replies[0].add_done_callback(on_done)
+        peer.channel.send(encode_reply(first.ids[0], 1))
         eventually(lambda: "added" in seen, DEADLOCK)
         assert [text[:26] for text in seen[:2]] == ["this would wait for ever: "[:26]] * 2
         assert len(read_all(peer, Kind.ADD, 1)) == 1
 
 
 def test_an_interrupted_call_is_known_under_the_id_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt inside of the send takes the call out of the table."""
+    """After an interrupt inside of the send, whoever has begun the call can take it out of the table."""
     with session() as (s, _):
+        caller = Caller(s)
+        fan_out = caller.begin("x")
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(s.links[0].channel, "send", _interrupt)
-            s.call("x", (), None, s.calls.new_id())
+            caller.send(fan_out, "x", (), Deadline(None))
+        assert list(s.calls.replies) == fan_out.ids
+        fan_out.discard()
         assert len(s.calls) == 0
 
 
@@ -160,33 +166,33 @@ def test_replies_become_values_or_errors_where_they_are_waited_for() -> None:
     """A value, an exception, what is no plain exception, and what cannot be decoded: each ends its own call."""
     with session() as (s, peer):
 
-        def call(reply: Any, error: BaseException | None = None, frame: Frame | None = None) -> Any:
-            call_id, waiting = s.call("x", ())
+        def answer(reply: Any, error: BaseException | None = None, frame: Frame | None = None) -> Any:
+            waiting = call(s, "x")
+            (call_id,) = waiting.ids
             peer.channel.send(frame._replace(ref=call_id) if frame else encode_reply(call_id, reply, error))
-            return s.wait(waiting, Deadline(DEADLOCK))
+            return waiting.wait(Deadline(DEADLOCK))
 
-        assert call({1, 2}) == {1, 2}
+        assert answer({1, 2}) == [{1, 2}]
         with pytest.raises(KeyError, match="theirs"):
-            call(None, KeyError("theirs"))
+            answer(None, KeyError("theirs"))
         with pytest.raises(RemoteCallError, match="SystemExit: 3"):
-            call(None, SystemExit(3))
+            answer(None, SystemExit(3))
         with pytest.raises(RemoteCallError, match="cannot be decoded: SystemExit"):
-            call(Bomb())
+            answer(Bomb())
         with pytest.raises(RemoteCallError, match="cannot be decoded: UnpicklingError"):
-            call(None, frame=Frame(Kind.REPLY, 0, 0, b"no pickle"))
-        _, waiting = s.call("never answered", ())
-        with pytest.raises(TimeoutError, match=r"the thing was not answered within 0\.01 s"):
-            s.wait(waiting, Deadline(0.01), "the thing")
+            answer(None, frame=Frame(Kind.REPLY, 0, 0, b"no pickle"))
+        with pytest.raises(TimeoutError, match=r"the utility 'mute' was not answered within 0\.01 s"):
+            call(s, "mute").wait(Deadline(0.01))
 
 
 def test_an_interrupt_while_a_reply_is_decoded_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the caller's own."""
     with session() as (s, peer):
-        call_id, waiting = s.call("x", ())
-        peer.channel.send(encode_reply(call_id, 1))
-        monkeypatch.setattr("engine_client.clients.traffic.decode_reply", _interrupt)
+        waiting = call(s, "x")
+        peer.channel.send(encode_reply(waiting.ids[0], 1))
+        monkeypatch.setattr("engine_client.clients.fan_out.decode_reply", _interrupt)
         with pytest.raises(KeyboardInterrupt):
-            s.wait(waiting, Deadline(DEADLOCK))
+            waiting.wait(Deadline(DEADLOCK))
 
 
 def test_a_request_that_cannot_be_sent_is_not_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +218,7 @@ def test_sending_to_a_peer_that_has_just_gone_tells_how_it_went() -> None:
         peer.channel.close()
         with took_at_most(3.0):
             for _ in range(3):
-                for send in (lambda: s.add(make_request("a")), lambda: s.call("x", ())):
+                for send in (lambda: s.add(make_request("a")), lambda: call(s, "x")):
                     with pytest.raises(EngineDeadError, match="SIGKILL"):
                         send()
         assert (len(s.calls), len(s.in_flight)) == (0, 0)
@@ -230,9 +236,9 @@ def test_a_death_right_behind_the_send_ends_the_call(monkeypatch: pytest.MonkeyP
             return send(frame) if s.links[0].channel.fileno() >= 0 else True
 
         monkeypatch.setattr(s.links[0].channel, "send", die_behind_it)
-        _, waiting = s.call("x", ())
+        (reply,) = call(s, "x").replies
         with pytest.raises(ClosedError):
-            waiting.result(0)
+            reply.result(0)
 
 
 def test_strange_rows_and_lost_values_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -257,7 +263,7 @@ def test_a_forked_copy_is_refused() -> None:
     """Every call says whose the client is."""
     with session() as (s, _):
         s.owner_pid += 1
-        for call in (s.ensure_alive, lambda: s.get(0), lambda: s.abort(["a"]), lambda: s.add(make_request("a"))):
+        for operation in (s.ensure_alive, lambda: s.get(0), lambda: s.abort(["a"]), lambda: s.add(make_request("a"))):
             with pytest.raises(ForeignProcessError):
-                call()
+                operation()
         s.owner_pid -= 1

@@ -1,0 +1,37 @@
+"""Utility calls as clients send them, and asyncio clients of scripted engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine_client import ClientOptions, EngineConfig, EngineCoreClient
+from engine_client.clients.caller import Caller
+from engine_client.clients.fan_out import FanOut
+from engine_client.clients.session import Session
+from engine_client.deadline import Deadline
+from engine_client.testing.scripted import TARGET, Script
+
+__all__ = ["async_client", "call"]
+
+
+def async_client(
+    ranks: int = 1, script: Script | None = None, *, config: EngineConfig | None = None, **options: Any
+) -> Any:
+    """Return the asyncio client of so many scripted engines; ``options`` are ``ClientOptions``'."""
+    config = config or EngineConfig()
+    config.parallel_config.data_parallel_size = ranks
+    config.additional_config["script"] = script or Script()
+    made = ClientOptions(**{"engine_target": TARGET, **options})
+    return EngineCoreClient.make_client(True, True, config, None, False, options=made)  # type: ignore[arg-type]  # a scripted engine has no executor
+
+
+def call(session: Session, method: str, *args: Any, timeout: float | None = None) -> FanOut:
+    """Send a utility call without waiting for the reply; one that fails is given up."""
+    caller = Caller(session)
+    fan_out = caller.begin(method)
+    try:
+        caller.send(fan_out, method, args, Deadline(timeout))
+    except BaseException:
+        fan_out.discard()
+        raise
+    return fan_out
