@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 from engine_client.ipc.descriptors import above_stdio, close_all
 from engine_client.ipc.group_page import GroupPage, create_group
@@ -22,17 +23,20 @@ class Group:
 
     Raises:
         OSError: memory or descriptors have run out.
+        ValueError: a rank is too high.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.fds = create_group()
         self._open = list(self.fds)  # those that are not closed yet
-        try:
-            self.page = GroupPage(above_stdio(os.dup(self.fds.page)))
+        with ExitStack() as undo:
+            undo.callback(close_all, self._open)
+            self._open.append(above_stdio(os.dup(self.fds.page)))
+            self.page = GroupPage(self._open[-1])
+            self._open.pop()  # it is the page's now
+            undo.callback(self.page.close)
             self.set_members(ranks)
-        except BaseException:
-            close_all(self._open)
-            raise
+            undo.pop_all()
 
     def __repr__(self) -> str:
         return f"<Group members={self.page.members():b} running={self.page.is_running()}>"

@@ -235,7 +235,8 @@ def split(columns: Columns, rows: Iterable[int]) -> tuple[list[Columns], Columns
     finishes: dict[int, list[tuple[int, int, Any]]] = {}
     for row, reason, stop_reason in columns.finishes:
         finishes.setdefault(row, []).append((0, reason, stop_reason))
-    singles = [_part(columns, [row], bounds, finishes.get(row, []))._replace(strays=[], meta=None) for row in taken]
+    meta: dict[str, Any] | None = None if columns.rest is None else {}  # that of the batch stays with what is left
+    singles = [_part(columns, [row], bounds, finishes.get(row, []))._replace(strays=[], meta=meta) for row in taken]
     left = [row for row in range(len(columns.keys)) if row not in taken]
     place = {row: index for index, row in enumerate(left)}
     kept = [(place[row], *finish) for row, *finish in columns.finishes if row in place]
@@ -291,6 +292,7 @@ def with_values(columns: Columns) -> tuple[Columns, list[int]]:
         return _without_values(columns, heavy, error)
     if columns.rows is not None:
         extras = _extras_of(extras or {}, columns.rows)
+    meta = meta if columns.meta is None else None
     return columns._replace(extras=extras, meta=meta, rest=None, rows=None), []
 
 
@@ -313,7 +315,8 @@ def _without_values(columns: Columns, heavy: list[int], error: BaseException) ->
     text = f"an output cannot be decoded: {type(error).__name__}: {text_of(error)}"
     finishes = [finish for finish in columns.finishes if finish[0] not in heavy]
     finishes += [(row, int(FinishReason.ERROR), text) for row in heavy]
-    return columns._replace(finishes=finishes, fault=error, rest=None, rows=None), [columns.keys[row] for row in heavy]
+    columns = columns._replace(finishes=finishes, meta=None, fault=error, rest=None, rows=None)
+    return columns, [columns.keys[row] for row in heavy]
 
 
 def outputs_from(columns: Columns, ids: MutableMapping[int, str]) -> tuple[EngineCoreOutputs, list[int]]:

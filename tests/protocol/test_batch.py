@@ -16,7 +16,15 @@ from engine_client.messages import (
     FinishReason,
     SchedulerStats,
 )
-from engine_client.protocol.batch import encode_outputs, outputs_from
+from engine_client.protocol.batch import (
+    Columns,
+    decode_columns,
+    encode_outputs,
+    failed_batch,
+    outputs_from,
+    split,
+    with_values,
+)
 from engine_client.protocol.framing import Flag
 from engine_client.protocol.wire import Frame
 from helpers.transport import columns_of
@@ -209,3 +217,127 @@ def test_an_interrupt_of_decoding_is_no_fault_of_the_values() -> None:
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             columns_of(frame)
+
+
+def columns_from(rows: list[Any], **fields: Any) -> tuple[Columns, dict[int, str]]:
+    """Return a batch of rows as it arrives, its values not decoded, and the ids of its keys."""
+    outputs = EngineCoreOutputs(3, timestamp=1.5, **fields)
+    for number, (tokens, reason, stop, nans) in enumerate(rows):
+        output = EngineCoreOutput(f"r{number}", tokens, finish_reason=reason, stop_reason=stop)
+        if nans:
+            output.pooling_output = [float(nans)]
+        outputs.outputs.append(output)
+    keys = {output.request_id: 100 + number for number, output in enumerate(outputs.outputs)}
+    frame, _ = encode_outputs(outputs, keys)
+    assert frame is not None
+    return decode_columns(frame), {key: name for name, key in keys.items()}
+
+
+def turned(columns: Columns, ids: dict[int, str]) -> tuple[EngineCoreOutputs, list[int]]:
+    """Return a batch as outputs, and the keys that it finishes."""
+    decoded, failed = with_values(columns)
+    assert failed == []
+    assert (decoded.rest, decoded.rows) == (None, None)
+    return outputs_from(decoded, ids)
+
+
+@given(st.lists(OUTPUT, min_size=1, max_size=8), st.sets(st.integers(0, 7)), st.sets(st.integers(0, 7)))
+def test_the_parts_of_a_batch_are_the_batch(rows: list[Any], first: set[int], second: set[int]) -> None:
+    """Taken apart, even twice, a batch gives the same outputs and ends the same requests as undivided."""
+    statistics = SchedulerStats(num_running_reqs=2)
+    whole, ids = columns_from(rows, scheduler_stats=statistics)
+    expected, finished = turned(whole, ids)
+    singles, rest = split(whole, {row for row in first if row < len(rows)})
+    more, rest = split(rest, {row for row in second if row < len(rest.keys)})
+    found: dict[str, EngineCoreOutput] = {}
+    ended: list[int] = []
+    for part in (*singles, *more):
+        assert len(part.keys) == 1
+        outputs, keys = turned(part, ids)
+        assert outputs.scheduler_stats is None
+        assert (outputs.engine_index, outputs.timestamp) == (3, 1.5)
+        found[outputs.outputs[0].request_id] = outputs.outputs[0]
+        ended += keys
+    outputs, keys = turned(rest, ids)
+    assert outputs.scheduler_stats == statistics
+    assert [o.request_id for o in outputs.outputs] == [
+        o.request_id for o in expected.outputs if o.request_id not in found
+    ]
+    found |= {output.request_id: output for output in outputs.outputs}
+    assert [found[output.request_id] for output in expected.outputs] == expected.outputs
+    assert sorted(ended + keys) == sorted(finished)
+
+
+def test_strays_stay_with_what_is_left() -> None:
+    """What the engine says of no request in particular is told once, by the rest of the batch."""
+    frame, _ = encode_outputs(EngineCoreOutputs(0, [EngineCoreOutput("a", [1]), EngineCoreOutput("?", [1])]), {"a": 1})
+    assert frame is not None
+    (single,), rest = split(decode_columns(frame), [0])
+    assert (single.keys, single.strays) == ([1], [])
+    assert (rest.keys, rest.strays) == ([], ["'?'"])
+
+
+def test_parts_share_what_is_decoded() -> None:
+    """The values are decoded once, by whoever wants them first; their size is what is left to do."""
+    columns, ids = columns_from([([1], None, None, 1), ([2], None, None, 2)])
+    (single,), rest = split(columns, [0])
+    assert single.rest is rest.rest is columns.rest
+    assert columns.rest is not None
+    assert columns.rest.size > 0
+    turned(single, ids)
+    assert columns.rest.size == 0
+    assert columns.rest.load() is columns.rest.load()
+    assert turned(rest, ids)[0].outputs == [EngineCoreOutput("r1", [2], pooling_output=[2.0])]
+
+
+def test_the_size_of_values_counts_what_is_beside_the_header() -> None:
+    """A large value is as large before it is decoded."""
+    outputs = EngineCoreOutputs(0, [EngineCoreOutput("a", [1], pooling_output=bytes(1 << 20))])
+    frame, _ = encode_outputs(outputs, {"a": 1})
+    assert frame is not None
+    rest = decode_columns(frame).rest
+    assert rest is not None
+    assert rest.size >= 1 << 20
+
+
+def test_only_the_parts_with_lost_values_fail() -> None:
+    """Of a batch that was taken apart, the rows whose values cannot be decoded end, under their own keys."""
+    outputs = EngineCoreOutputs(
+        0,
+        [
+            EngineCoreOutput("a", [1]),
+            EngineCoreOutput("b", [2], pooling_output=Undecodable()),
+            EngineCoreOutput("c", [3], finish_reason=FinishReason.STOP),
+            EngineCoreOutput("d", [4], pooling_output=[1.0], finish_reason=FinishReason.STOP),
+        ],
+    )
+    keys = {"a": 1, "b": 2, "c": 3, "d": 4}
+    frame, _ = encode_outputs(outputs, keys)
+    assert frame is not None
+    singles, rest = split(decode_columns(frame), [0, 1])
+    found = {}
+    for part in (*singles, rest):
+        columns, failed = with_values(part)
+        made, _ = outputs_from(columns, {key: name for name, key in keys.items()})
+        found |= {output.request_id: (output.finish_reason, failed) for output in made.outputs}
+    assert found == {
+        "a": (None, []),
+        "b": (FinishReason.ERROR, [2]),
+        "c": (FinishReason.STOP, [4]),
+        "d": (FinishReason.ERROR, [4]),
+    }
+
+
+def test_a_batch_can_be_made_that_ends_requests() -> None:
+    """Each request of it ends with reason ERROR and the text, without a token; aborted ones are dropped as ever."""
+    columns = failed_batch(2, [7, 8, 9], "the engine died", 1.5)
+    assert with_values(columns) == (columns, [])
+    outputs, finished = outputs_from(columns, {7: "a", 9: "c"})
+    assert (outputs.engine_index, outputs.timestamp) == (2, 1.5)
+    assert outputs.outputs == [
+        EngineCoreOutput(name, [], finish_reason=FinishReason.ERROR, stop_reason="the engine died") for name in "ac"
+    ]
+    assert finished == [7, 9]
+    (single,), rest = split(columns, [1])
+    assert outputs_from(single, {8: "b"})[1] == [8]
+    assert outputs_from(rest, {7: "a", 9: "c"})[1] == [7, 9]
