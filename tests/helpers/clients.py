@@ -6,22 +6,28 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from engine_client import ClientOptions, EngineConfig, EngineCoreRequest, SamplingParams, SyncMPClient
+from engine_client import ClientOptions, EngineConfig, EngineCoreRequest, SamplingParams
 from engine_client.clients.session import Session
 from engine_client.ipc.channel import Channel
 from engine_client.ipc.reader import ReaderThread
 from engine_client.testing.scripted import TARGET, Script
+from helpers.colours import make_coloured
 
-__all__ = ["channel_of", "collect", "make_request", "pid_of", "reader_of", "scripted_client", "session_of"]
+__all__ = ["channel_of", "collect", "make_request", "pid_of", "pids_of", "reader_of", "scripted_client", "session_of"]
 
 
 def scripted_client(
-    script: Script | None = None, *, log_stats: bool = False, config: EngineConfig | None = None, **options: Any
-) -> SyncMPClient:
-    """Return a client of a scripted engine; ``options`` are ``ClientOptions``'."""
+    script: Script | None = None,
+    *,
+    colour: str = "sync",
+    log_stats: bool = False,
+    config: EngineConfig | None = None,
+    **options: Any,
+) -> Any:
+    """Return a client of a scripted engine, or of two; ``options`` are ``ClientOptions``'."""
     config = config or EngineConfig()
     config.additional_config["script"] = script or Script()
-    return SyncMPClient(config, None, log_stats, options=ClientOptions(**{"engine_target": TARGET, **options}))  # type: ignore[arg-type]  # the scripted engine has no executor
+    return make_coloured(colour, config, None, log_stats, ClientOptions(**{"engine_target": TARGET, **options}))
 
 
 def make_request(
@@ -51,21 +57,26 @@ def collect(client: Any, count: int, timeout: float = 20.0) -> dict[str, list[An
     return found
 
 
-def pid_of(client: SyncMPClient) -> int:
-    """Return the engine's pid."""
-    (link,) = client._session.links.values()
-    return link.pid
+def pid_of(client: Any) -> int:
+    """Return the engine's pid; of several, the last one's."""
+    return pids_of(client)[-1]
 
 
-def channel_of(client: SyncMPClient) -> Channel:
+def pids_of(client: Any) -> list[int]:
+    """Return the pids of all engines, by rank."""
+    return [link.pid for _, link in sorted(session_of(client).links.items())]
+
+
+def channel_of(client: Any) -> Channel:
     """Return the channel to the engine."""
-    (link,) = client._session.links.values()
+    (link,) = session_of(client).links.values()
     return link.channel
 
 
-def session_of(client: SyncMPClient) -> Session:
+def session_of(client: Any) -> Session:
     """Return what is behind a client: its tables, its channels, its memory."""
-    return client._session
+    session: Session = client._session
+    return session
 
 
 def reader_of(client: Any) -> ReaderThread:

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from engine_client import ClientOptions, EngineConfig, EngineCoreClient, EngineDeadError, InprocClient, SyncMPClient
+from engine_client import ClientOptions, EngineConfig, EngineDeadError, InprocClient
 from engine_client.config import StartMethod
 from engine_client.testing.executors import EchoExecutor
+from helpers.colours import COLOURS, make_coloured
 from helpers.timing import DEADLOCK, eventually
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Waiter",
     "check_dead",
     "client_of",
+    "colours",
     "describe",
     "interrupt_after",
     "methods",
@@ -42,12 +44,18 @@ def methods(*always: StartMethod) -> pytest.MarkDecorator:
     )
 
 
-def client_of(kind: str, executor: Any = EchoExecutor, settings: Any = None, **options: Any) -> EngineCoreClient:
-    """Return a client of a kind (``inproc``, or a start method) with an executor and its settings."""
+colours = pytest.mark.parametrize("colour", COLOURS)
+"""Parametrise over the clients of processes: blocking, asyncio, and asyncio with two data-parallel ranks."""
+
+
+def client_of(
+    kind: str, executor: Any = EchoExecutor, settings: Any = None, colour: str = "sync", **options: Any
+) -> Any:
+    """Return a client of a kind (``inproc``, or a start method) and colour with an executor and its settings."""
     config = EngineConfig(additional_config=dict(settings or {}))
     if kind == "inproc":
         return InprocClient(config, executor, False)
-    return SyncMPClient(config, executor, False, options=ClientOptions(start_method=kind, **options))  # type: ignore[arg-type]
+    return make_coloured(colour, config, executor, False, ClientOptions(start_method=kind, **options))  # type: ignore[arg-type]
 
 
 class Waiter(threading.Thread):
@@ -79,7 +87,7 @@ class Waiter(threading.Thread):
         return self.error
 
 
-def check_dead(client: SyncMPClient, *texts: str, cause: type[BaseException] | None = None) -> None:
+def check_dead(client: Any, *texts: str, cause: type[BaseException] | None = None) -> None:
     """Check that every further call fails at once, says why, and that the client can be shut down quickly."""
     from helpers.clients import make_request
 
