@@ -64,12 +64,11 @@ class Caller:
     def place(self, fan_out: FanOut, method: str, args: tuple[Any, ...]) -> list[EngineLink]:
         """Send a call to engines that have room; waits for nothing; return those that take nothing any more."""
         gone = []
+        frame = encode_utility(0, method, args, main_importable=self._traffic.main_importable)
         for index, link in enumerate(fan_out.links):
             call_id = fan_out.register(index)
             try:
-                self._traffic.send(
-                    link, encode_utility(call_id, method, args, main_importable=self._traffic.main_importable)
-                )
+                self._traffic.send(link, frame._replace(ref=call_id))
             except LinkGoneError:
                 gone.append(link)
         return gone

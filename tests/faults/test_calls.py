@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
-from engine_client import ClosedError, EngineDeadError, SyncMPClient
+from engine_client import ClosedError, EngineDeadError
 from engine_client.errors import RemoteProtocolError
 from engine_client.testing.faults import frozen
+from helpers.calls import call
 from helpers.clients import pid_of, reader_of, scripted_client, session_of
 from helpers.inside import answer_twice, write_garbage
-from helpers.scenes import Waiter, check_dead, methods, record_logs
+from helpers.scenes import METHODS, Waiter, check_dead, colours, record_logs
 from helpers.timing import DEADLOCK, eventually, took_at_most
 
 DEATH_BOUND = 2.0
@@ -30,7 +31,7 @@ class Crash(Exception):
     """Raised in engines."""
 
 
-def give_up(client: SyncMPClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def give_up(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the client's reader fail at the next frame."""
 
     def fail(*_: Any) -> None:
@@ -41,7 +42,7 @@ def give_up(client: SyncMPClient, monkeypatch: pytest.MonkeyPatch) -> None:
         client.call_utility("echo", 1)
 
 
-WAYS: dict[str, tuple[Callable[[SyncMPClient, pytest.MonkeyPatch], Any], type[Exception], str]] = {
+WAYS: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], Any], type[Exception], str]] = {
     "sigkill": (lambda client, _: os.kill(pid_of(client), signal.SIGKILL), EngineDeadError, "SIGKILL"),
     "dead message": (lambda client, _: client.call_utility("fail_step", Crash("marker")), EngineDeadError, "marker"),
     "shutdown": (lambda client, _: Waiter(client.shutdown, again=False), EngineDeadError, ""),
@@ -52,35 +53,38 @@ WAYS: dict[str, tuple[Callable[[SyncMPClient, pytest.MonkeyPatch], Any], type[Ex
 }
 
 
-def pend(client: SyncMPClient, number: int) -> list[Waiter]:
+def pend(client: Any, number: int) -> list[Waiter]:
     """Return threads in calls that the engine never answers."""
     before = threading.stack_size(256 * 1024)
     try:
         waiters = [Waiter(lambda: client.call_utility("deferred")) for _ in range(number)]
     finally:
         threading.stack_size(before)
-    eventually(lambda: len(client.utility_results) == number, DEADLOCK)
+    eventually(lambda: len(client.utility_results) == number * len(session_of(client).links), DEADLOCK)
     client.call_utility("echo", 0)
     return waiters
 
 
 @pytest.mark.crash
 @pytest.mark.parametrize(
-    ("method", "number"),
+    ("method", "number", "colour"),
     [
-        ("exec", 1000),
-        ("fork", 1),
-        pytest.param("fork", 1000, marks=pytest.mark.full),
-        pytest.param("spawn", 1, marks=pytest.mark.full),
-        pytest.param("forkserver", 1, marks=pytest.mark.full),
+        ("exec", 1000, "sync"),
+        ("exec", 100, "async"),
+        ("exec", 20, "dp"),
+        ("fork", 1, "sync"),
+        pytest.param("fork", 1000, "sync", marks=pytest.mark.full),
+        pytest.param("fork", 20, "dp", marks=pytest.mark.full),
+        pytest.param("spawn", 1, "sync", marks=pytest.mark.full),
+        pytest.param("forkserver", 1, "sync", marks=pytest.mark.full),
     ],
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_bc20_every_pending_call_ends_with_its_engine(
-    way: str, number: int, method: str, monkeypatch: pytest.MonkeyPatch
+    way: str, method: str, number: int, colour: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However the engine, its stream, the client or its reader ends: EngineDeadError within 2 s, and ever after."""
-    client = scripted_client(start_method=method)
+    client = scripted_client(start_method=method, colour=colour)
     reader = reader_of(client)
     waiters = pend(client, number)
     act, kind, text = WAYS[way]
@@ -102,9 +106,10 @@ def test_bc20_every_pending_call_ends_with_its_engine(
             client.call_utility("echo", 1)
 
 
-def test_bc20_an_error_of_one_call_touches_no_other() -> None:
+@colours
+def test_bc20_an_error_of_one_call_touches_no_other(colour: str) -> None:
     """Calls that fail, now and later, leave those alone that wait beside them."""
-    with scripted_client() as client:
+    with scripted_client(colour=colour) as client:
         waiting = [Waiter(partial(client.call_utility, "deferred", n, 0.3), again=False) for n in range(20)]
         failing = [Waiter(partial(client.call_utility, "deferred", KeyError(n), 0.1)) for n in range(20)]
         for _ in range(20):
@@ -171,9 +176,9 @@ def test_bc20_a_call_from_inside_a_callback_of_a_dying_one() -> None:
         except BaseException as error:  # noqa: BLE001  # it is what the test is about
             errors.append(error)
 
-    futures = [session.call("deferred", ())[1] for _ in range(5)]
-    for future in futures:
-        future.add_done_callback(again)
+    for _ in range(5):
+        (reply,) = call(session, "deferred").replies
+        reply.add_done_callback(again)
     waiters = [Waiter(lambda: client.call_utility("deferred")) for _ in range(5)]
     eventually(lambda: len(client.utility_results) == 10)
     os.kill(pid_of(client), signal.SIGKILL)
@@ -189,8 +194,18 @@ def test_bc20_a_call_from_inside_a_callback_of_a_dying_one() -> None:
 
 
 @pytest.mark.slow
-@methods()
-def test_bc21_answers_around_the_moment_of_the_timeout(method: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("method", "colour"),
+    [
+        ("exec", "sync"),
+        ("exec", "async"),
+        ("exec", "dp"),
+        *(pytest.param(method, "sync", marks=pytest.mark.full) for method in METHODS[1:]),
+    ],
+)
+def test_bc21_answers_around_the_moment_of_the_timeout(
+    method: str, colour: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Five hundred calls whose timeout and answer race: each gets its own answer or TimeoutError, nobody another's."""
     record_logs(caplog)
     counts = {"answered": 0, "failed": 0, "late": 0}
@@ -214,7 +229,7 @@ def test_bc21_answers_around_the_moment_of_the_timeout(method: str, caplog: pyte
             if (echoed := client.call_utility("echo", mine)) != mine:
                 wrong.append(echoed)
 
-    with scripted_client(start_method=method) as client:
+    with scripted_client(start_method=method, colour=colour) as client:
         reader = reader_of(client)
         threads = [threading.Thread(target=work, args=(number,)) for number in range(10)]
         for thread in threads:
@@ -231,17 +246,18 @@ def test_bc21_answers_around_the_moment_of_the_timeout(method: str, caplog: pyte
     assert all("gave up" in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
 
 
+@colours
 @pytest.mark.parametrize("value", ["late", KeyError("late")], ids=["success", "failure"])
-def test_bc21_a_late_answer_is_dropped(value: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_bc21_a_late_answer_is_dropped(value: Any, colour: str, caplog: pytest.LogCaptureFixture) -> None:
     """After the timeout at 100 ms the answer at 300 ms reaches nobody; only a failure leaves a line in the log."""
     logged = record_logs(caplog)
-    with scripted_client() as client:
+    with scripted_client(colour=colour) as client:
         with took_at_most(0.29), pytest.raises(TimeoutError, match=r"0\.1 s"):
             client.call_utility("deferred", value, 0.3, timeout=0.1)
         assert client.utility_results == {}
         assert client.call_utility("echo", "mine") == "mine"
         assert client.call_utility("deferred", "own", 0.4) == "own"
-        assert len(logged()) == (1 if isinstance(value, KeyError) else 0)
+        assert len(logged()) == (len(session_of(client).links) if isinstance(value, KeyError) else 0)
         assert client.utility_results == {}
 
 
@@ -257,10 +273,11 @@ def test_bc21_the_counter_of_calls_wraps(monkeypatch: pytest.MonkeyPatch) -> Non
         assert client.utility_results == {}
 
 
-def test_bc21_given_up_while_it_is_sent() -> None:
+@colours
+def test_bc21_given_up_while_it_is_sent(colour: str) -> None:
     """A call that times out while the engine reads nothing leaves no half of it, and the next one its own answer."""
     big = bytes(4 << 20)
-    with scripted_client(high_water=1 << 20, arena_limit=0) as client:
+    with scripted_client(high_water=1 << 20, arena_limit=0, colour=colour) as client:
         with frozen(pid_of(client)):
             for _ in range(3):
                 with took_at_most(2.0), pytest.raises(TimeoutError):
@@ -270,9 +287,10 @@ def test_bc21_given_up_while_it_is_sent() -> None:
         assert client.utility_results == {}
 
 
-def test_bc21_two_answers_to_one_call() -> None:
+@colours
+def test_bc21_two_answers_to_one_call(colour: str) -> None:
     """The first one counts; the second reaches nobody, and no later call."""
-    with scripted_client() as client:
+    with scripted_client(colour=colour) as client:
         client.collective_rpc(answer_twice)
         for number in range(100):
             assert client.call_utility("echo", number) == number

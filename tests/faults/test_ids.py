@@ -8,40 +8,43 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import pytest
 
-from engine_client import EngineCoreClient, FinishReason, SyncMPClient
+from engine_client import FinishReason, InprocClient
+from engine_client.ipc.channel import Channel
 from engine_client.protocol.wire import encode_abort
 from engine_client.testing.faults import frozen
-from helpers.clients import channel_of, make_request, pid_of, scripted_client, session_of
+from helpers.clients import make_request, pid_of, pids_of, scripted_client, session_of
+from helpers.colours import COLOURS
 from helpers.inside import tables
 from helpers.procs import run_script
-from helpers.scenes import client_of
+from helpers.scenes import client_of, colours
 from helpers.timing import DEADLOCK, eventually, took_at_most
 
 LENGTH = 20
 NUMBER = 50
 
-kinds = pytest.mark.parametrize("kind", ["inproc", "exec", pytest.param("fork", marks=pytest.mark.full)])
-two_kinds = pytest.mark.parametrize("kind", ["exec", pytest.param("fork", marks=pytest.mark.full)])
+OF_PROCESSES = ["exec", "async", "dp", pytest.param("fork", marks=pytest.mark.full)]
+kinds = pytest.mark.parametrize("kind", ["inproc", *OF_PROCESSES])
+two_kinds = pytest.mark.parametrize("kind", OF_PROCESSES)
 
 
 class Reader:
     """Reads a client's outputs, and keeps what each request got."""
 
-    def __init__(self, client: EngineCoreClient) -> None:
+    def __init__(self, client: Any) -> None:
         self.client = client
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, Any] = {}
 
     def read(self) -> None:
-        if isinstance(self.client, SyncMPClient):
-            outputs = self.client.get_output(timeout=20).outputs
-        else:
+        if isinstance(self.client, InprocClient):
             outputs = self.client.get_output().outputs
+        else:
+            outputs = self.client.get_output(timeout=20).outputs
         for output in outputs:
             assert output.request_id not in self.ended
             self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
@@ -63,13 +66,30 @@ class Reader:
 @contextmanager
 def served(kind: str) -> Iterator[tuple[Any, Reader]]:
     """Yield a client of a real engine core; check that both sides are empty in the end."""
-    client = client_of(kind)
-    with client:  # type: ignore[attr-defined]
+    with client_of("exec", colour=kind) if kind in COLOURS else client_of(kind) as client:
         yield client, Reader(client)
-        if isinstance(client, SyncMPClient):
-            assert len(session_of(client).in_flight) == 0
-            assert client.utility_results == {}
-        assert client.collective_rpc(tables) == [(0, False)]  # type: ignore[attr-defined]
+        if isinstance(client, InprocClient):
+            assert client.collective_rpc(tables) == [(0, False)]
+            return
+        assert len(session_of(client).in_flight) == 0
+        assert client.utility_results == {}
+        ranks = list(session_of(client).links)
+        for left in client.call_utility("collective_rpc", tables, None, (), None, ranks=ranks):
+            assert left == [(0, False)]
+
+
+@contextmanager
+def all_frozen(client: Any) -> Iterator[None]:
+    """Stop all engines of a client for the length of the block."""
+    with ExitStack() as stack:
+        for pid in pids_of(client):
+            stack.enter_context(frozen(pid))
+        yield
+
+
+def channels_of(client: Any) -> list[Channel]:
+    """Return the channels to all engines; an engine in this process has none."""
+    return [] if isinstance(client, InprocClient) else [link.channel for link in session_of(client).links.values()]
 
 
 def request(name: str, length: int = LENGTH) -> Any:
@@ -124,7 +144,7 @@ def test_bc22_aborts_of_whatever_is_not_there(kind: str) -> None:
 
 def test_bc22_a_string_of_an_id_is_one_id() -> None:
     """An id given without a list aborts that request, and not those that are named as its letters are."""
-    for kind in ("inproc", "exec"):
+    for kind in ("inproc", "exec", "dp"):
         with served(kind) as (client, reader):
             for name in ("ab", "a", "b"):
                 client.add_request(request(name))
@@ -138,7 +158,8 @@ def test_bc22_an_abort_before_its_add(kind: str) -> None:
     """An abort that reaches the engine before the request that it names leaves that one alone."""
     with served(kind) as (client, reader):
         key = session_of(client).in_flight.new_key() + 1
-        channel_of(client).send(encode_abort([key, key + 1, 2**63, 0]))
+        for channel in channels_of(client):
+            channel.send(encode_abort([key, key + 1, 2**63, 0]))
         client.add_request(request("a"))
         reader.read_until(["a"])
         assert reader.tokens["a"] == [token_of("a")] * LENGTH
@@ -148,7 +169,7 @@ def test_bc22_an_abort_before_its_add(kind: str) -> None:
 def test_bc22_add_abort_and_add_again_in_one_read(kind: str) -> None:
     """Of a request that is aborted while it is still in the pipe nothing comes; the next of its id gets its own."""
     with served(kind) as (client, reader):
-        with frozen(pid_of(client)):
+        with all_frozen(client):
             for length in (50, 40, 30):
                 client.add_request(request("a", length))
                 client.add_request(request(f"b{length}", 5))
@@ -179,9 +200,10 @@ def test_bc22_aborts_race_completions(kind: str) -> None:
         client.abort_requests(["long"])
 
 
-def test_bc22_aborts_from_other_threads() -> None:
+@pytest.mark.parametrize("kind", ["exec", "dp"])
+def test_bc22_aborts_from_other_threads(kind: str) -> None:
     """Threads abort what another one reads: each request ends or is silent, and no table keeps anything."""
-    with served("exec") as (client, reader):
+    with served(kind) as (client, reader):
         stop = threading.Event()
         errors: list[BaseException] = []
 
@@ -211,10 +233,11 @@ def test_bc22_aborts_from_other_threads() -> None:
 
 
 @pytest.mark.crash
+@colours
 @pytest.mark.parametrize("known", [False, True])
-def test_bc22_aborts_after_the_death(known: bool) -> None:
+def test_bc22_aborts_after_the_death(known: bool, colour: str) -> None:
     """They raise nothing and take no time, whether the death is known yet or not."""
-    client = scripted_client()
+    client = scripted_client(colour=colour)
     for n in range(NUMBER):
         client.add_request(make_request(f"r{n}", 10**6))
     client.get_output(timeout=20)
@@ -261,7 +284,7 @@ print("end")
 """
 
 
-@kinds
+@pytest.mark.parametrize("kind", ["inproc", "exec", pytest.param("fork", marks=pytest.mark.full)])
 @pytest.mark.parametrize("way", ["shutdown", "exit"])
 def test_bc22_aborts_from_finally_blocks_at_the_end(kind: str, way: str) -> None:
     """A generator that is closed during a shutdown, after it, or by the interpreter's end, aborts in silence."""
@@ -275,20 +298,17 @@ def test_bc22_aborts_from_finally_blocks_at_the_end(kind: str, way: str) -> None
 
 def refused(client: Any, name: str) -> None:
     """Check that an id is refused here, and that nothing of it reaches the engine."""
-    sent = []
-    if isinstance(client, SyncMPClient):
-        channel, entries = channel_of(client), len(session_of(client).in_flight)
-        original = channel.send
-        channel.send = lambda *args: sent.append(args) or original(*args)  # type: ignore[method-assign, func-returns-value]
-    try:
+    sent: list[Any] = []
+    channels = channels_of(client)
+    entries = len(session_of(client).in_flight) if channels else 0
+    with pytest.MonkeyPatch.context() as patch:
+        for channel in channels:
+            patch.setattr(channel, "send", sent.append)
         with pytest.raises(ValueError, match="already running") as caught:
             client.add_request(request(name, 3))
-    finally:
-        if isinstance(client, SyncMPClient):
-            channel.send = original  # type: ignore[method-assign]
     assert len(str(caught.value)) < 1000
     assert sent == []
-    if isinstance(client, SyncMPClient):
+    if channels:
         assert len(session_of(client).in_flight) == entries
 
 
@@ -296,11 +316,7 @@ def refused(client: Any, name: str) -> None:
 def test_bc23_a_second_add_of_a_live_id(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     """While the first is queued or runs, ValueError and nothing is sent; after its end or abort the id is free."""
     with served(kind) as (client, reader):
-        if isinstance(client, SyncMPClient):
-            with frozen(pid_of(client)):
-                client.add_request(request("x"))
-                refused(client, "x")
-        else:
+        with nullcontext() if kind == "inproc" else all_frozen(client):
             client.add_request(request("x"))
             refused(client, "x")
         while "x" not in reader.tokens:

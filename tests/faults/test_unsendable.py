@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from engine_client import FinishReason, SerializationError, SyncMPClient
-from helpers.clients import collect, make_request, scripted_client
+from engine_client import FinishReason, SerializationError
+from helpers.clients import collect, make_request, scripted_client, session_of
+from helpers.colours import COLOURS
 from helpers.timing import took_at_most
 
 
@@ -62,22 +63,21 @@ def unsendable() -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def client():
-    """Yield a client of a scripted engine."""
-    with scripted_client() as made:
+@pytest.fixture(params=COLOURS)
+def client(request):
+    """Yield a client of scripted engines."""
+    with scripted_client(colour=request.param) as made:
         yield made
 
 
-def sent(client: SyncMPClient) -> int:
-    """Return how many bytes wait for the engine."""
-    (link,) = client._session.links.values()  # noqa: SLF001  # what was sent cannot be seen otherwise
-    return link.channel.backlog
+def sent(client: Any) -> int:
+    """Return how many bytes wait for the engines."""
+    return sum(link.channel.backlog for link in session_of(client).links.values())
 
 
 @pytest.mark.parametrize("name", ["lock", "TextIO", "marker of getstate", "generator"])
 @pytest.mark.parametrize("way", ["utility", "request"])
-def test_bc17_what_cannot_be_pickled_is_refused_in_the_call(client: SyncMPClient, name: str, way: str) -> None:
+def test_bc17_what_cannot_be_pickled_is_refused_in_the_call(client: Any, name: str, way: str) -> None:
     """The call raises and names the culprit; no id, no future, no byte of it stays; the next call works."""
     values = unsendable()
     value = values[name]
@@ -88,7 +88,7 @@ def test_bc17_what_cannot_be_pickled_is_refused_in_the_call(client: SyncMPClient
             client.add_request(make_request("a", 1, trace_headers={"x": value}))
     values["TextIO"].close()
     assert client.utility_results == {}
-    assert len(client._session.in_flight) == 0  # noqa: SLF001  # the table itself
+    assert len(session_of(client).in_flight) == 0
     assert sent(client) == 0
     assert client.call_utility("info")["requests"] == []
     client.add_request(make_request("a", 1))
@@ -97,7 +97,7 @@ def test_bc17_what_cannot_be_pickled_is_refused_in_the_call(client: SyncMPClient
 
 @pytest.mark.parametrize("value", [lambda: None, local_function()], ids=["lambda", "local"])
 def test_bc17_functions_without_a_name_are_refused_by_name(
-    client: SyncMPClient, value: Any, monkeypatch: pytest.MonkeyPatch
+    client: Any, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the extra `notebook`, a lambda and a local function are refused, with what to do."""
     monkeypatch.setitem(__import__("sys").modules, "cloudpickle", None)
@@ -107,7 +107,7 @@ def test_bc17_functions_without_a_name_are_refused_by_name(
     assert client.call_utility("echo", 1) == 1
 
 
-def test_bc17_a_value_is_pickled_once(client: SyncMPClient) -> None:
+def test_bc17_a_value_is_pickled_once(client: Any) -> None:
     """What can be pickled once arrives; the second call is refused; what is slow to pickle holds up only its call."""
     once = RaisesTheSecondTime()
     assert isinstance(client.call_utility("echo", once), RaisesTheSecondTime)
@@ -116,7 +116,7 @@ def test_bc17_a_value_is_pickled_once(client: SyncMPClient) -> None:
     assert isinstance(client.call_utility("echo", Slow()), Slow)
 
 
-def test_bc17_many_threads_fail_at_the_same_time(client: SyncMPClient) -> None:
+def test_bc17_many_threads_fail_at_the_same_time(client: Any) -> None:
     """Each gets its own error, and those that send good values their answers."""
     wrong: list[Any] = []
 
@@ -141,7 +141,7 @@ def test_bc17_many_threads_fail_at_the_same_time(client: SyncMPClient) -> None:
     assert client.utility_results == {}
 
 
-def test_bc17_a_result_that_cannot_be_pickled_fails_its_call_alone(client: SyncMPClient) -> None:
+def test_bc17_a_result_that_cannot_be_pickled_fails_its_call_alone(client: Any) -> None:
     """The caller learns why; another call that waits meanwhile is answered."""
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(client.call_utility("deferred", "mine", 0.2)))
