@@ -114,6 +114,7 @@ class StreamState:
         self._key = key
         self._queue = queue
         self._is_over = False
+        self._is_settled = False  # whether the request has ended, or was aborted
 
     def __repr__(self) -> str:
         state = self.finish_reason.name if self.finish_reason is not None else "closed" if self._is_over else "open"
@@ -121,24 +122,27 @@ class StreamState:
 
     def __del__(self) -> None:
         # An attribute of one whose construction was interrupted may be missing.
-        if not getattr(self, "_is_over", True):
+        if not getattr(self, "_is_settled", True):
             self._abort()
 
     def _abort(self) -> None:
-        if not self._is_over:
-            self._is_over = True
+        self._is_over = True
+        if not self._is_settled:
             self._owner.take_back(self._key)
+            self._is_settled = (
+                True  # last: what interrupts this leaves it to the next one, at the latest to ``__del__``
+            )
 
     def _note(self, output: EngineCoreOutput) -> EngineCoreOutput:
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason
-            self._is_over = True
+            self._is_over = self._is_settled = True
             self._owner.forget_stream(self._key)
         return output
 
     def disown(self) -> None:
         """Note that there is nothing to abort: the request was never sent, or its engine is dead."""
-        self._is_over = True
+        self._is_over = self._is_settled = True
         self._owner.forget_stream(self._key)
 
 

@@ -35,3 +35,17 @@ def call(session: Session, method: str, *args: Any, timeout: float | None = None
         fan_out.discard()
         raise
     return fan_out
+
+
+def make_bytes(core: object, count: int) -> bytes:
+    """Return, from an engine, that many bytes."""
+    del core
+    return b"\x07" * count
+
+
+def make_array(core: object, count: int) -> Any:
+    """Return, from an engine, an array of that many bytes."""
+    del core
+    import numpy as np
+
+    return np.full(count, 7, np.uint8)
