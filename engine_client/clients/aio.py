@@ -29,6 +29,7 @@ from engine_client.clients.utilities import AsyncUtilities
 from engine_client.config import ClientOptions
 from engine_client.deadline import Deadline, check_timeout
 from engine_client.messages import EngineCoreOutputs, EngineCoreRequest
+from engine_client.protocol.wire import PING
 
 __all__ = ["AsyncMPClient"]
 
@@ -169,15 +170,34 @@ class AsyncMPClient(AsyncUtilities, MPClient):
         deadline = Deadline(check_timeout(timeout))
         fan_out = self._caller.begin(method, ranks)
         try:
-            for link in fan_out.links:
-                await self._wait_for_room(link, deadline)
-            for link in self._caller.place(fan_out, method, args):
-                await self._mailboxes.wait(link.over, OVER_TIMEOUT)
-            self._caller.fail_lost(fan_out)
-            values = await self._values(fan_out, deadline)
+            values = await self._carry_out(fan_out, method, args, deadline)
         finally:
             fan_out.discard()
         return values[0] if ranks is None else values
+
+    async def check_health_async(self, timeout: float | None = 10.0) -> None:
+        """Make sure that every engine answers; unlike ``check_health``, without holding the event loop up.
+
+        Raises:
+            EngineDeadError: one is dead, or the client is closed.
+            EngineStalledError: one lives but did not answer within ``timeout`` seconds; says what it was doing.
+        """
+        deadline = Deadline(check_timeout(timeout))
+        ping = self._caller.begin(PING)
+        try:
+            await self._carry_out(ping, PING, (), deadline)
+        except TimeoutError:
+            raise ping.stalled_error(deadline) from None
+        finally:
+            ping.discard()
+
+    async def _carry_out(self, fan_out: FanOut, method: str, args: tuple[Any, ...], deadline: Deadline) -> list[Any]:
+        for link in fan_out.links:
+            await self._wait_for_room(link, deadline)
+        for link in self._caller.place(fan_out, method, args):
+            await self._mailboxes.wait(link.over, OVER_TIMEOUT)
+        self._caller.fail_lost(fan_out)
+        return await self._values(fan_out, deadline)
 
     async def _values(self, fan_out: FanOut, deadline: Deadline) -> list[Any]:
         for reply in fan_out.replies:

@@ -7,13 +7,16 @@ Threads: a ``FanOut`` belongs to the caller; the replies in it are ended by the 
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
+from itertools import zip_longest
 from typing import Any, Final
 
 from engine_client.clients.calls import PendingCalls, Reply
 from engine_client.clients.link import EngineLink
 from engine_client.deadline import Deadline
-from engine_client.errors import RemoteCallError
+from engine_client.errors import EngineStalledError, RemoteCallError
+from engine_client.ipc.status_page import EngineStatus
 from engine_client.protocol.exception_fields import text_of
 from engine_client.protocol.wire import Frame, decode_reply
 
@@ -75,11 +78,21 @@ class FanOut:
                 raise self.timeout_error(deadline)
         return self.values()
 
+    @property
+    def late(self) -> list[EngineLink]:
+        """Return the links to engines that have not answered, or were not even asked."""
+        return [link for link, reply in zip_longest(self.links, self.replies) if reply is None or not reply.done()]
+
     def timeout_error(self, deadline: Deadline) -> TimeoutError:
         """Return the error of a call that was not answered in time."""
-        late = [link.rank for link, reply in zip(self.links, self.replies, strict=True) if not reply.done()]
+        late = [link.rank for link in self.late]
         by = "" if len(self.links) == 1 else f" by the ranks {late}"
         return TimeoutError(f"{self.what} was not answered within {deadline.timeout:g} s{by}")
+
+    def stalled_error(self, deadline: Deadline) -> EngineStalledError:
+        """Return the error of a question about health that was not answered in time."""
+        doing = "; ".join(f"{link.title}: {_describe(link.status.snapshot())}" for link in self.late)
+        return EngineStalledError(f"the engine is not responding: no answer within {deadline.timeout:g} s; {doing}")
 
     @property
     def size(self) -> int:
@@ -103,6 +116,14 @@ class FanOut:
                 _annotate(fault, first.rank, f"Raised by {failed}, of {len(self.links)} engines.")
             raise fault
         return values
+
+
+def _describe(status: EngineStatus) -> str:
+    """Tell what an engine was last seen doing: busy in a step, or nothing."""
+    load = f"{status.running} requests running, {status.waiting} waiting"
+    if status.is_in_step:
+        return f"it has been in one step for {time.monotonic() - status.step_began_at:.1f} s ({load})"
+    return f"it is not in a step ({load})"
 
 
 def value_of(frame: Frame) -> Any:

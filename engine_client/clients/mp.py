@@ -9,7 +9,6 @@ Threads: constructed by one thread; everything else from any.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,7 +22,7 @@ from engine_client.clients.session import Session
 from engine_client.clients.starter import Starter
 from engine_client.config import ClientOptions, ready_timeout, shutdown_grace
 from engine_client.deadline import Deadline, check_timeout
-from engine_client.errors import EngineDeadError, EngineStalledError
+from engine_client.errors import EngineDeadError
 from engine_client.ipc.aside import run_aside
 from engine_client.ipc.status_page import EngineStatus
 from engine_client.ipc.user_main import replay_guard
@@ -204,13 +203,9 @@ class MPClient(EngineCoreClient):
             self._caller.send(ping, PING, (), deadline)
             ping.wait(deadline)
         except TimeoutError:
-            raise self._stalled_error(timeout) from None
+            raise ping.stalled_error(deadline) from None
         finally:
             ping.discard()
-
-    def _stalled_error(self, timeout: float | None) -> EngineStalledError:
-        doing = "; ".join(map(_describe, self.engine_status()))
-        return EngineStalledError(f"the engine is not responding: no answer within {timeout:g} s; {doing}")
 
     def engine_status(self) -> list[EngineStatus]:
         """Return what each engine's status page says, without asking the engines."""
@@ -259,14 +254,6 @@ class MPClient(EngineCoreClient):
 
     def free_pending_messages(self) -> None:
         """Do nothing, as ``add_pending_message``."""
-
-
-def _describe(status: EngineStatus) -> str:
-    """Tell what an engine was last seen doing: busy in a step, or nothing."""
-    load = f"{status.running} requests running, {status.waiting} waiting"
-    if status.is_in_step:
-        return f"it has been in one step for {time.monotonic() - status.step_began_at:.1f} s ({load})"
-    return f"it is not in a step ({load})"
 
 
 def managed_ranks(parallel_config: Any) -> list[int]:

@@ -1,0 +1,138 @@
+"""An engine lives and does not answer: health says so in time, and says it is not dead (BC-29)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from engine_client import EngineDeadError, EngineStalledError
+from engine_client.testing.faults import frozen
+from engine_client.testing.scripted import Script
+from helpers.calls import async_client
+from helpers.clients import collect, make_request, pid_of, pids_of, scripted_client, session_of
+from helpers.drivers import native
+from helpers.scenes import Waiter, check_dead, colours
+from helpers.timing import eventually, took_at_most
+
+pytestmark = pytest.mark.crash
+
+LIMIT = 0.3
+BOUND = LIMIT + 0.5
+
+
+def deadlock(core: object) -> None:
+    """Wait, in an engine's loop, for a lock that nobody gives back."""
+    del core
+    lock = threading.Lock()
+    with lock:
+        lock.acquire()
+
+
+def sleep_in_c(core: object) -> None:
+    """Enter, in an engine's loop, C code that never returns."""
+    del core
+    native(600)
+
+
+def last_rank(client: Any) -> int:
+    """Return the rank that is to hang; beside it others may be well."""
+    return list(session_of(client).links)[-1]
+
+
+def check_hung(client: Any) -> None:
+    """Check that health fails in time, names the engine that hangs and no other, and does not call it dead."""
+    *well, hung = pids_of(client)
+    with (
+        took_at_most(BOUND),
+        pytest.raises(EngineStalledError, match=r"not responding: no answer within 0\.3 s") as caught,
+    ):
+        client.check_health(LIMIT)
+    assert not isinstance(caught.value, EngineDeadError)
+    assert f"pid {hung}" in str(caught.value)
+    assert not any(f"pid {pid}" in str(caught.value) for pid in well)
+    assert client.is_alive
+    assert client.utility_results == {}
+
+
+@colours
+def test_bc29_a_frozen_engine_does_not_respond_and_goes_on_later(colour: str) -> None:
+    """Stopped, the engine is not responding; continued, it is well, and late answers reach nobody."""
+    with scripted_client(colour=colour) as client:
+        client.check_health(10)
+        client.add_request(make_request("a", 5))
+        assert len(collect(client, 1)["a"]) == 5
+        with frozen(pid_of(client)):
+            check_hung(client)
+            check_hung(client)
+        client.check_health(10)
+        client.add_request(make_request("a", 5))
+        assert len(collect(client, 1)["a"]) == 5
+        assert client.call_utility("echo", "mine") == "mine"
+
+
+@colours
+@pytest.mark.parametrize("how", [deadlock, sleep_in_c])
+def test_bc29_a_loop_that_hangs_is_noticed_though_its_process_is_well(how: Any, colour: str) -> None:
+    """A lock that is never free and C code that never returns are told; killed then, the engine is dead."""
+    client = scripted_client(colour=colour)
+    with pytest.raises(TimeoutError):
+        client.call_utility("collective_rpc", how, timeout=0.1, ranks=[last_rank(client)])
+    check_hung(client)
+    waiter = Waiter(client.get_output)
+    os.kill(pid_of(client), signal.SIGKILL)
+    assert isinstance(waiter.end(time.monotonic(), 2.0), EngineDeadError)
+    check_dead(client, "SIGKILL")
+
+
+@colours
+def test_bc29_a_busy_engine_is_well(colour: str) -> None:
+    """In a step of a second the engine passes with a limit of ten, and with a short one the error tells of the step."""
+    with scripted_client(Script(step_seconds=1.0), colour=colour) as client:
+        client.add_request(make_request("a", 2, data_parallel_rank=last_rank(client)))
+        eventually(lambda: client.engine_status()[-1].is_in_step)
+        with (
+            took_at_most(BOUND),
+            pytest.raises(EngineStalledError, match=r"in one step for \d\.\d s"),
+        ):
+            client.check_health(LIMIT)
+        client.check_health(10)
+        assert len(collect(client, 1)["a"]) == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bc29_health_holds_no_loop_up_and_does_not_pile_up(ranks: int) -> None:
+    """While two hundred checks wait for a frozen engine other tasks go on; then nothing of them is left."""
+
+    async def main(client: Any) -> float:
+        worst, over = 0.0, asyncio.Event()
+
+        async def beat() -> None:
+            nonlocal worst
+            while not over.is_set():
+                began = time.monotonic()
+                await asyncio.sleep(0.01)
+                worst = max(worst, time.monotonic() - began - 0.01)
+
+        heart = asyncio.create_task(beat())
+        with frozen(pid_of(client)):
+            checks = [asyncio.create_task(client.check_health_async(LIMIT)) for _ in range(200)]
+            cancelled = asyncio.create_task(client.check_health_async(10))
+            await asyncio.sleep(0.05)
+            cancelled.cancel()
+            results = await asyncio.gather(*checks, cancelled, return_exceptions=True)
+        assert {type(result) for result in results} == {EngineStalledError, asyncio.CancelledError}
+        assert client.utility_results == {}
+        await client.check_health_async(10)
+        over.set()
+        await heart
+        return worst
+
+    with async_client(ranks) as client:
+        assert asyncio.run(main(client)) < 0.15
+        client.check_health(10)
