@@ -46,14 +46,15 @@ class _Mailbox:
     def post(self, callback: Callable[[], None]) -> bool:
         """Have the loop call this soon; return whether it can."""
         loop = self._loop()
-        if loop is None:
+        if loop is None or loop.is_closed():  # also where a delivery was due that will not come any more
+            self._posts.clear()
             return False
         self._posts.append(callback)
         if not self._is_due:
             self._is_due = True
             try:
                 loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:  # it is closed
+            except RuntimeError:  # it was closed in between
                 self._posts.clear()
                 return False
         return True

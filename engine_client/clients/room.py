@@ -67,14 +67,14 @@ class Room:
         news: SimpleQueue[None] = SimpleQueue()  # an Event would not survive every interrupt, and this keeps all news
         waiter = partial(news.put, None)
         try:
-            self.join(waiter)
+            self._waiters.add(waiter)
             while not self.is_free(link):
                 with suppress(Empty):
                     news.get(timeout=deadline.capped(LONGEST_SLEEP))
                 if deadline.expired():
                     raise self.timeout_error(link, deadline)
         finally:
-            self.leave(waiter)
+            self._waiters.discard(waiter)  # one C call, so that no interrupt comes before it
 
     @staticmethod
     def timeout_error(link: EngineLink, deadline: Deadline) -> TimeoutError:

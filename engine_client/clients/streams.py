@@ -129,9 +129,7 @@ class StreamState:
         self._is_over = True
         if not self._is_settled:
             self._owner.take_back(self._key)
-            self._is_settled = (
-                True  # last: what interrupts this leaves it to the next one, at the latest to ``__del__``
-            )
+            self._is_settled = True  # last: what interrupts this leaves it to the next call, or to ``__del__``
 
     def _note(self, output: EngineCoreOutput) -> EngineCoreOutput:
         if output.finish_reason is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -78,7 +79,7 @@ def test_a_request_goes_there_and_back() -> None:
 
 
 def test_calls_return_raise_and_time_out() -> None:
-    """A result, the engine's exception, an unknown name, no answer in time: each is the caller's, and leaves nothing."""
+    """A result, the engine's exception, an unknown name, no answer in time: each is the caller's and leaves nothing."""
 
     async def main() -> None:
         assert await client.call_utility_async("echo", {"x": 1}) == {"x": 1}
@@ -321,7 +322,7 @@ def test_outputs_that_are_always_ready_starve_nobody() -> None:
         took = time.monotonic() - began
         over.set()
         await beating
-        assert max(b - a for a, b in zip(beats, beats[1:], strict=False)) < 50 * MS
+        assert max(b - a for a, b in itertools.pairwise(beats)) < 50 * MS
         assert len(beats) >= took / (50 * MS)
 
     with async_client() as client:
@@ -462,15 +463,15 @@ def test_an_engine_that_takes_nothing_any_more_tells_how_it_died() -> None:
 def test_a_dropped_client_ends_its_engine() -> None:
     """Neither a loop that was closed nor coroutines that have ended keep a client alive."""
 
-    async def main() -> None:
+    async def use(client: Any) -> None:
         await client.add_request_async(make_request("a", LONG))
         await client.get_output_async()
         await client.call_utility_async("echo", 1)
 
     client = async_client()
-    run(main())
+    run(use(client))
     (link,) = session_of(client).links.values()
     handle = link.handle
-    del client, link, main
+    del client, link
     gc.collect()
     eventually(lambda: not handle.is_alive(), DEADLOCK)

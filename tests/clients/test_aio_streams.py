@@ -102,26 +102,12 @@ async def cancel(stream: Any) -> None:
 
 
 async def time_out(stream: Any) -> None:
+    async def go_on() -> None:
+        async for _ in stream:
+            pass
+
     with pytest.raises(asyncio.TimeoutError):
-        async with asyncio.timeout(0.01) if hasattr(asyncio, "timeout") else _timeout(0.01):
-            async for _ in stream:
-                pass
-
-
-class _timeout:  # noqa: N801  # stands in for one of this name
-    """As ``asyncio.timeout``, for Python 3.10 and one that never ends by itself."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    async def __aenter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        asyncio.get_running_loop().call_later(self.seconds, task.cancel)
-
-    async def __aexit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        if kind is asyncio.CancelledError:
-            raise asyncio.TimeoutError from error
+        await asyncio.wait_for(go_on(), 0.01)
 
 
 @pytest.mark.parametrize("end", [close, leave, cancel, time_out])
@@ -161,7 +147,7 @@ def test_a_dropped_stream_aborts_its_request() -> None:
 
 
 def test_nothing_is_sent_before_the_iteration_begins() -> None:
-    """A stream is checked when it is made; closed or dropped before its first output was asked for, it was never sent."""
+    """A stream is checked when it is made; closed or dropped before anybody asked for an output, it was never sent."""
 
     async def main() -> None:
         with pytest.raises(ValueError, match="empty"):
@@ -309,6 +295,6 @@ def test_a_waiting_stream_whose_loop_is_closed_is_aborted() -> None:
         loop.run_until_complete(begin())
         loop.close()
         eventually(lambda: is_forgotten(client), DEADLOCK)
-        kept[0]._log_destroy_pending = False  # as it is meant
+        kept[0]._log_destroy_pending = False  # noqa: SLF001  # as it is meant; nothing else says so
         kept.clear()
         gc.collect()

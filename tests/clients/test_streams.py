@@ -193,10 +193,8 @@ def test_an_interrupt_in_another_call_leaves_streams_alone(monkeypatch: pytest.M
 @pytest.mark.slow
 def test_wherever_an_interrupt_comes_the_request_is_aborted() -> None:
     """At every point of making a stream and of a step of it, Ctrl-C leaves no request, and its id is free."""
+    kept: list[Any] = []  # not to be dropped inside of the operation: what interrupts ``__del__`` is ignored
     with scripted_client(script=SLOW) as client:
-        kept: list[
-            Any
-        ] = []  # so that it is not dropped inside of the operation: what interrupts ``__del__`` is ignored
 
         def check(where: str) -> None:
             kept.clear()

@@ -1,7 +1,9 @@
-"""Utility calls as clients send them, and asyncio clients of scripted engines."""
+"""Utility calls as clients send them, sessions of several engines that a test plays, and asyncio clients."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from engine_client import ClientOptions, EngineConfig, EngineCoreClient
@@ -9,9 +11,13 @@ from engine_client.clients.caller import Caller
 from engine_client.clients.fan_out import FanOut
 from engine_client.clients.session import Session
 from engine_client.deadline import Deadline
+from engine_client.protocol.framing import Kind
+from engine_client.protocol.wire import Frame
 from engine_client.testing.scripted import TARGET, Script
+from helpers.peers import Peer, played_engine
+from helpers.timing import DEADLOCK, eventually
 
-__all__ = ["async_client", "call"]
+__all__ = ["async_client", "call", "make_array", "make_bytes", "played_session", "received"]
 
 
 def async_client(
@@ -49,3 +55,31 @@ def make_array(core: object, count: int) -> Any:
     import numpy as np
 
     return np.full(count, 7, np.uint8)
+
+
+@contextmanager
+def played_session(ranks: int = 1, **options: Any) -> Iterator[tuple[Session, list[Peer]]]:
+    """Yield a session whose engines are played by the test."""
+    with ExitStack() as stack:
+        peers = [stack.enter_context(played_engine(rank)) for rank in range(ranks)]
+        session = Session(ClientOptions(**options))
+        for peer in peers:
+            peer.be_ready()
+            session.adopt(peer.link)
+        session.serve()
+        try:
+            yield session, peers
+        finally:
+            session.close(0.0)
+
+
+def received(peer: Peer, kind: Kind, count: int = 1) -> list[Frame]:
+    """Read, as a played engine, until so many frames of a kind have come."""
+    found: list[Frame] = []
+
+    def look() -> bool:
+        found.extend(frame for frame in peer.channel.receive() if frame.kind == kind)
+        return len(found) >= count
+
+    eventually(look, DEADLOCK)
+    return found
