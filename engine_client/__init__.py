@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         DPAsyncMPClient as DPAsyncMPClient,
         DPLBAsyncMPClient as DPLBAsyncMPClient,
     )
+    from engine_client.clients.endpoint import Endpoint as Endpoint
     from engine_client.clients.inproc import (
         InprocClient as InprocClient,
     )
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
         SerializationError as SerializationError,
         StartupError as StartupError,
     )
+    from engine_client.launch import CoreEngines as CoreEngines, launch_core_engines as launch_core_engines
     from engine_client.messages import (
         EEP_NOTIFICATION_CALL_ID as EEP_NOTIFICATION_CALL_ID,
         FINISH_REASON_STRINGS as FINISH_REASON_STRINGS,
@@ -135,6 +137,8 @@ _HOMES = {
         "SerializationError",
         "StartupError",
     ),
+    "engine_client.clients.endpoint": ("Endpoint",),
+    "engine_client.launch": ("CoreEngines", "launch_core_engines"),
     "engine_client.messages": (
         "EEP_NOTIFICATION_CALL_ID",
         "FINISH_REASON_STRINGS",

@@ -12,9 +12,10 @@ from engine_client.clients.calls import Reply
 from engine_client.ipc.arena import ArenaReader
 from engine_client.ipc.channel import Channel
 from engine_client.ipc.descriptors import close_all
+from engine_client.ipc.foreign import ForeignHandle
 from engine_client.ipc.handle import ChildHandle
 from engine_client.ipc.status_page import StatusReader
-from engine_client.protocol.lifecycle import Lifecycle
+from engine_client.protocol.lifecycle import Lifecycle, State
 
 __all__ = ["STARTING", "EngineLink"]
 
@@ -33,20 +34,22 @@ class EngineLink:
         channel: to it.
         arena: what it sends through shared memory.
         status: its status page.
-        lifeline: write end of the pipe whose closing ends it.
-        faults: descriptor of the memory that fault reports go to.
+        lifeline: write end of the pipe whose closing ends it; -1 for an engine that somebody else has launched.
+        faults: descriptor of the memory that fault reports go to; -1 as above.
+        state: where it is in its life.
     """
 
     def __init__(  # noqa: PLR0913  # what a start makes, all at once
         self,
         rank: int,
-        handle: ChildHandle,
+        handle: ChildHandle | ForeignHandle,
         channel: Channel,
         arena: ArenaReader,
         status: StatusReader,
         *,
-        lifeline: int,
-        faults: int,
+        lifeline: int = -1,
+        faults: int = -1,
+        state: State = State.LAUNCHED,
     ) -> None:
         self.rank = rank
         self.handle = handle
@@ -56,9 +59,9 @@ class EngineLink:
         self.status = status
         self.lifeline = lifeline
         self.faults = faults
-        self._fds = [lifeline, faults]  # those that are not closed yet
+        self._fds = [fd for fd in (lifeline, faults) if fd >= 0]  # those that are not closed yet
         self.phase = STARTING
-        self.life = Lifecycle(self.title)  # the starting thread's, then the reader's
+        self.life = Lifecycle(self.title, state)  # the starting thread's, then the reader's
         self.over = Reply()  # ends once its death has been dealt with
         # -- reader thread only, once it runs --
         self.last_words: tuple[BaseException, str] | None = None
@@ -90,6 +93,8 @@ class EngineLink:
         self.arena.close()
         self.status.close()
         close_all(self._fds)
+        if isinstance(self.handle, ForeignHandle):
+            self.handle.close()
 
     def close_after_fork(self) -> None:
         """Close the copies that a forked child inherited, without touching a lock that another thread may have held."""

@@ -10,7 +10,7 @@ Threads: constructed by one thread; everything else from any.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from engine_client.clients.base import EngineCoreClient
 from engine_client.clients.caller import Caller
+from engine_client.clients.endpoint import Endpoint
+from engine_client.clients.front_ends import FrontEnds
+from engine_client.clients.guest import announce, attach
 from engine_client.clients.session import Session
 from engine_client.clients.starter import Starter
 from engine_client.config import ClientOptions, ready_timeout, shutdown_grace
@@ -77,7 +80,8 @@ class MPClient(EngineCoreClient):
         vllm_config: ``EngineConfig`` or any object with its attributes; the READY hand-over changes it.
         executor_class: called with ``vllm_config`` in the engine process; must be importable there.
         log_stats: attach scheduler statistics to outputs.
-        client_addresses: endpoints of engines that somebody else launched; not part of this version.
+        client_addresses: endpoint of engines that another process has launched (``launch_core_engines``); None: launch
+            some.
         options: of this library.
 
     Raises:
@@ -86,13 +90,16 @@ class MPClient(EngineCoreClient):
         SerializationError: the configuration or the executor class cannot be sent; nothing was started.
     """
 
+    _front_ends: FrontEnds | None = None
+    """Those in other processes, for a launcher."""
+
     def __init__(
         self,
         asyncio_mode: bool,  # the reference's parameter; the colours are subclasses here
         vllm_config: Any,
         executor_class: Callable[..., Any],
         log_stats: bool,
-        client_addresses: dict[str, Any] | None = None,
+        client_addresses: Any = None,
         *,
         options: ClientOptions | None = None,
     ) -> None:
@@ -108,7 +115,10 @@ class MPClient(EngineCoreClient):
             self.engine_ranks_managed = managed_ranks(vllm_config.parallel_config)
             self.core_engines = [rank.to_bytes(2, "little") for rank in self.engine_ranks_managed]
             self.core_engine = self.core_engines[0]
-            self._session = self._start(executor_class, log_stats)
+            if client_addresses is None:
+                self._session = self._start(executor_class, log_stats)
+            else:
+                self._session = self._attach(client_addresses)
             self._caller = Caller(self._session)
         except BaseException:
             if self.resources.session is not None:
@@ -140,13 +150,34 @@ class MPClient(EngineCoreClient):
         self._starter = Starter(self.options, self.vllm_config, executor_class, log_stats=log_stats)
         session = self._starter.undisturbed(self._acquire)
         session.main_importable = self._starter.main_importable
-        links = self._starter.launch(session, self.engine_ranks_managed)
-        responses = self._starter.make_ready(links, deadline)
+        links = self._starter.launch(session, self.engine_ranks_managed, self._front_ends)
+        self.responses = self._starter.make_ready(links, deadline)
+        session.group.record_descendants()
+        self._serve(session, self.responses)
+        return session
+
+    def _serve(self, session: Session, responses: Mapping[int, EngineCoreReadyResponse]) -> None:
         for _, response in sorted(responses.items()):
             self._apply_ready_response(response)
         session.max_model_len = self.vllm_config.model_config.max_model_len
-        session.group.record_descendants()
         session.serve()
+
+    def _attach(self, endpoint: Any) -> Session:
+        """Use engines that another process has launched."""
+        if not isinstance(endpoint, Endpoint):
+            raise TypeError(
+                f"client_addresses must be an endpoint of launch_core_engines, not {type(endpoint).__name__}: "
+                "addresses of sockets mean nothing here"
+            )
+        session = Session(self.options, _dead_flag(self.resources), start=endpoint.index)
+        session.is_guest = True
+        self.resources.session = session
+        taken = attach(session, endpoint, self.options)
+        self.engine_ranks_managed = [end.rank for end in taken.ranks]
+        self.core_engines = [rank.to_bytes(2, "little") for rank in self.engine_ranks_managed]
+        self.core_engine = self.core_engines[0]
+        self._serve(session, {end.rank: end.ready_response() for end in taken.ranks})
+        announce(session)
         return session
 
     def _acquire(self) -> Session:

@@ -31,6 +31,7 @@ from engine_client.deadline import Deadline
 from engine_client.errors import RemoteCallError, RemoteProtocolError
 from engine_client.ipc.arena import MAX_PARTIES, ArenaWriter, create_memory
 from engine_client.ipc.group import Group
+from engine_client.ipc.handle import ChildHandle
 from engine_client.ipc.latch import Latch
 from engine_client.ipc.process_group import ProcessGroup
 from engine_client.ipc.reader import ReaderThread, is_reader_thread
@@ -67,6 +68,7 @@ class Session(Traffic):
         self._reader = ReaderThread(self, f"engine-client-reader-{os.getpid()}")
         self._released = Latch()
         self._reader_awaited = False
+        self.is_guest = False  # the engines are another process's, which ends them
         self.lock_step: Group | None = None  # of ranks that step together, and end together
         self.leaving: set[int] = set()  # ranks whose end is wanted
         self.on_loss: Callable[[int, Ending], None] = lambda rank, ending: None  # told of a rank that others survive
@@ -110,6 +112,7 @@ class Session(Traffic):
     def adopt(self, link: EngineLink) -> None:
         """Own an engine that was just launched."""
         self.links[link.rank] = link
+        assert isinstance(link.handle, ChildHandle)  # since it was launched here
         self.group.add(link.rank, link.handle, link.status.strays)
         medium = "the pipe" if self.writer is None else self.writer.medium
         threshold = self.options.arena_threshold
@@ -124,7 +127,8 @@ class Session(Traffic):
     def watch(self, link: EngineLink) -> None:
         """Have the reader serve an engine that is ready."""
         self._reader.call(partial(self._running.add, link.rank))
-        self._reader.add(link.rank, link.channel, link.handle.sentinel)
+        sentinel = link.handle.sentinel
+        self._reader.add(link.rank, link.channel, sentinel if sentinel >= 0 else None)
 
     # -- the end, by the user ------------------------------------------------------------------------------------------
 
@@ -152,7 +156,7 @@ class Session(Traffic):
         if was_quiet and not quiet and self._ending is not None:
             self._fail_all(self._ending)  # whom a finalizer has left asleep
         try:
-            if not is_over:
+            if not is_over and not self.is_guest:
                 self.group.shutdown(Deadline(grace), self._ask)
                 if self._reader.is_alive() and not self._reader.is_current():
                     self._ended.wait(limit.capped(JOIN_TIMEOUT))  # until it has read what the engines sent last

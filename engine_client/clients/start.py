@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from typing import Final
 
 from engine_client.clients.endings import explain_exit, name_and_text
+from engine_client.clients.front_ends import FrontEnds, pipe_pair
 from engine_client.clients.link import STARTING, EngineLink
 from engine_client.config import ClientOptions
 from engine_client.deadline import Deadline
@@ -86,21 +87,13 @@ class _Fds:
             os.close(self._fds.pop())
 
 
-def _pipe_pair() -> tuple[int, int]:
-    """Return the two descriptors of a duplex ``multiprocessing.Pipe``."""
-    from multiprocessing import Pipe  # noqa: PLC0415  # costs 10 ms that a mere import of the package must not
-
-    ours, theirs = Pipe(duplex=True)
-    with ours, theirs:
-        first = os.dup(ours.fileno())
-        try:
-            return first, os.dup(theirs.fileno())
-        except OSError:
-            os.close(first)
-            raise
-
-
-def launch_engine(rank: int, options: ClientOptions, writer: ArenaWriter, group: GroupFds | None = None) -> EngineLink:
+def launch_engine(
+    rank: int,
+    options: ClientOptions,
+    writer: ArenaWriter,
+    group: GroupFds | None = None,
+    front_ends: FrontEnds | None = None,
+) -> EngineLink:
     """Start one engine process and return the link to it.
 
     Args:
@@ -108,13 +101,16 @@ def launch_engine(rank: int, options: ClientOptions, writer: ArenaWriter, group:
         options: of the client.
         writer: of the memory that requests go through.
         group: what ranks in lock-step share.
+        front_ends: those in other processes.
 
     Raises:
         OSError: descriptors, memory or processes have run out; nothing is left behind.
         StartupError: the process could not be started.
     """
+    front_ends = front_ends or FrontEnds(0)
     with _Fds() as fds, ExitStack() as undo:
-        ours, theirs = fds.own(*_pipe_pair())
+        undo.callback(front_ends.launched)
+        ours, theirs = fds.own(*pipe_pair())
         held, lifeline = fds.own(*os.pipe())
         page, faults, results = (
             fds.own(create_memory(f"engine-{name}-{rank}"))[0] for name in ("status", "faults", "results")
@@ -132,10 +128,11 @@ def launch_engine(rank: int, options: ClientOptions, writer: ArenaWriter, group:
         handle = launch(
             options.start_method,
             name=f"engine-core-{rank}",
-            fds=EngineFds(theirs, held, page, faults, writer.fd, results, group),
-            parent_fds=(ours, lifeline),
+            fds=EngineFds(theirs, held, page, faults, writer.fd, results, group, front_ends.connect(rank)),
+            parent_fds=(ours, lifeline, *front_ends.own_fds(rank)),
         )
         undo.pop_all()
+        front_ends.launched()
         return EngineLink(rank, handle, channel, reader, status, lifeline=fds.give(lifeline), faults=fds.give(faults))
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from engine_client.clients.front_ends import FrontEnds
 from engine_client.clients.link import EngineLink
 from engine_client.clients.session import Session
 from engine_client.clients.start import Handshake, launch_engine
@@ -49,7 +50,7 @@ class Starter:
         self._payload = _encode_build(vllm_config, executor_class, log_stats, main_importable=self.main_importable)
         self._token = secrets.token_hex(16)
 
-    def launch(self, session: Session, ranks: Iterable[int]) -> list[EngineLink]:
+    def launch(self, session: Session, ranks: Iterable[int], front_ends: FrontEnds | None = None) -> list[EngineLink]:
         """Start processes; each belongs to the session from the moment that it runs.
 
         Raises:
@@ -61,7 +62,7 @@ class Starter:
             group = None if session.lock_step is None else session.lock_step.fds
             links = []
             for rank in ranks:
-                links.append(launch_engine(rank, self.options, session.writer, group))
+                links.append(launch_engine(rank, self.options, session.writer, group, front_ends))
                 session.adopt(links[-1])
             return links
 

@@ -31,6 +31,7 @@ from typing import Final, TypeVar
 
 from engine_client.deadline import Deadline
 from engine_client.engine.front_end import FrontEnd
+from engine_client.engine.gate import Gate
 from engine_client.engine.lock_step import Alone, Pace
 from engine_client.engine.utility_calls import UtilityCalls
 from engine_client.errors import EngineDeadError
@@ -52,9 +53,6 @@ _IDLE_YIELD: Final = 0.001
 
 _PEER_POLL: Final = 0.002
 """Seconds after which a rank in lock-step looks again whether the others have voted."""
-
-_STALL_LIMIT: Final = 1.0
-"""Seconds in which a front-end over its limit must take something, where it holds up others."""
 
 _FLUSH_TIMEOUT: Final = 2.0
 """Seconds for the last words to leave at the end."""
@@ -108,10 +106,8 @@ class BusyLoop:
         self.state = LoopState.RUNNING
         self.reason = ""
         self._engine = engine
-        self._front_ends = front_ends
         self._status = status
         self._shutdown_timeout = shutdown_timeout
-        self._backlog_limit = backlog_limit
         self._ensure_main = ensure_main
         self._look_around = look_around
         self._pace: Pace = pace or Alone()
@@ -126,11 +122,10 @@ class BusyLoop:
         self._failure: BaseException | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wakeup.fileno(), selectors.EVENT_READ)
-        for front_end in front_ends:
-            self._selector.register(front_end.channel.fileno(), selectors.EVENT_READ)
+        self._gate = Gate(front_ends, self._selector, backlog_limit)
 
     def __repr__(self) -> str:
-        return f"<BusyLoop {self.state.value} front_ends={len(self._front_ends)}>"
+        return f"<BusyLoop {self.state.value} {self._gate!r}>"
 
     def request_shutdown(self, reason: str) -> None:
         """Ask the loop to end, from any thread or signal handler: abort or drain, then leave."""
@@ -170,7 +165,7 @@ class BusyLoop:
 
     def _turn(self) -> None:
         """Do what it is time for: a step, the end of a wave, or wait."""
-        can_step = self._engine.has_work() and not any(map(self._is_full, self._front_ends))
+        can_step = self._engine.has_work() and not self._gate.is_blocked()
         action = self._pace.look(has_work=can_step)
         if action is Action.SLEEP:
             self._sleep()
@@ -192,31 +187,17 @@ class BusyLoop:
 
     def _wait(self, timeout: float | None) -> None:
         """Block until there is something to say, at most ``timeout`` seconds and as long as a shutdown may take."""
-        limits = [limit for limit in (timeout, self._drain.remaining()) if limit is not None]
-        for front_end in self._front_ends:
-            self._watch(front_end)
-            if self._is_full(front_end):
-                limits.append(_STALL_LIMIT)
-        self._selector.select(min(limits, default=None))
+        self._gate.wait(limit for limit in (timeout, self._drain.remaining()) if limit is not None)
         self._wakeup.clear()
-
-    def _watch(self, front_end: FrontEnd) -> None:
-        fd = front_end.channel.fileno()
-        if fd >= 0 and not front_end.gone:
-            mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if front_end.channel.wants_write else 0)
-            if self._selector.get_key(fd).events != mask:
-                self._selector.modify(fd, mask)
 
     def _read(self) -> None:
         """Take what has arrived at every front-end, and send the answers that became ready."""
-        for front_end in self._front_ends:
-            if front_end.gone:
-                continue
+        for front_end in self._gate:
             front_end.receive()
             for frame in front_end.take_received():
                 self._dispatch(front_end, frame)
             front_end.flush()
-            if front_end.channel.ended or self._holds_up_others(front_end):
+            if self._gate.is_lost(front_end):
                 self._drop(front_end)
         self._send_outputs(self._engine.take_outputs())
         self._calls.answer_ready()
@@ -227,30 +208,16 @@ class BusyLoop:
         Everything stays in order for ``_read``: a request that reuses an aborted id must not be registered before the
         outputs of the aborted one are matched with the keys.
         """
-        for front_end in self._front_ends:
-            if not front_end.gone:
-                for frame in front_end.receive():
-                    if frame.kind == Kind.ABORT:
-                        self._engine.abort_requests(front_end.abort(frame))
-
-    def _is_full(self, front_end: FrontEnd) -> bool:
-        """Tell whether so much waits for a front-end that nothing should be added."""
-        return not front_end.gone and front_end.channel.backlog > self._backlog_limit
-
-    def _holds_up_others(self, front_end: FrontEnd) -> bool:
-        """Tell whether the engine waits for a front-end that does not read, though others would."""
-        if not self._is_full(front_end) or time.monotonic() - front_end.took_at < _STALL_LIMIT:
-            return False
-        return sum(not other.gone for other in self._front_ends) > 1
+        for front_end in self._gate:
+            for frame in front_end.receive():
+                if frame.kind == Kind.ABORT:
+                    self._engine.abort_requests(front_end.abort(frame))
 
     def _drop(self, front_end: FrontEnd) -> None:
-        """Let go of a front-end that left or does not read; the engine ends with its last one."""
-        self._selector.unregister(front_end.channel.fileno())
-        fault = None if front_end.channel.hung_up else front_end.channel.fault
-        if fault is not None:  # the client finds this in what the engine has logged, since the channel is broken
-            front_end.log.error("what client %d sends cannot be read: %s", front_end.index, fault)
-        self._engine.abort_requests(front_end.leave())
-        if all(other.gone for other in self._front_ends):
+        """Let go of a front-end that left or does not read; the engine ends with the last but guests."""
+        request_ids, fault = self._gate.drop(front_end)
+        self._engine.abort_requests(request_ids)
+        if self._gate.has_nobody():
             if fault is not None:
                 self.fail(fault)
             self.request_shutdown("its client has gone")
@@ -265,7 +232,9 @@ class BusyLoop:
                 self._calls.run(front_end, frame)
             else:
                 front_end.send_failure(frame.ref, _shutting_down(front_end))
-        elif frame.kind == Kind.SHUTDOWN:
+        elif frame.kind == Kind.ATTACH:
+            self._gate.attach(front_end, frame)
+        elif frame.kind == Kind.SHUTDOWN and not front_end.is_guest:
             self.request_shutdown("its client asked")
         else:
             front_end.log.warning("a %s message is not for an engine; ignored", Kind(frame.kind).name)
@@ -290,6 +259,7 @@ class BusyLoop:
         try:
             message = self._decode(decode_add, frame)
             message.client_index = front_end.index
+            message.request_id = front_end.prefix + message.request_id
             front_end.register(key, message.request_id)
         except BaseException as error:  # noqa: BLE001  # the boundary of one request, whose own code ran: SystemExit, too
             front_end.send_error(key, error)
@@ -324,11 +294,11 @@ class BusyLoop:
         self._engine.post_step(False)
         wave = self._pace.completed_wave
         if wave is not None:
-            self._send_outputs({f.index: EngineCoreOutputs(wave_complete=wave) for f in self._front_ends if not f.gone})
+            self._send_outputs({f.index: EngineCoreOutputs(wave_complete=wave) for f in self._gate})
 
     def _send_outputs(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
         for index, batch in outputs.items():
-            self._engine.abort_requests(self._front_ends[index].send_outputs(batch))
+            self._engine.abort_requests(self._gate.front_ends[index].send_outputs(batch))
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -354,8 +324,10 @@ class BusyLoop:
         self._send_outputs(self._engine.take_outputs())
         self._calls.fail_all(_shutting_down)
         deadline = Deadline(_FLUSH_TIMEOUT)
-        for front_end in self._front_ends:
-            front_end.say_goodbye(self.reason, deadline)
+        for front_end in self._gate:
+            front_end.say_goodbye(self.reason)
+        for front_end in self._gate:
+            front_end.drain(deadline)
 
 
 def _shutting_down(front_end: FrontEnd) -> EngineDeadError:

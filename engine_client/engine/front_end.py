@@ -11,8 +11,10 @@ Threads: the busy loop's thread only.
 from __future__ import annotations
 
 import logging
+import os
 import select
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -39,10 +41,27 @@ class FrontEnd:
         channel: to the front-end.
         rank: of this engine, stamped on every batch.
         main_importable: the names in ``__main__`` mean the same here and there, so that results can go by name.
+        is_guest: it uses an engine that another has launched, and does not end it.
+        prefix: in front of the request ids of this front-end, where there are others who may use the same.
+        release: gives back what belongs to the connection; called once, when the front-end is gone.
     """
 
-    def __init__(self, index: int, channel: Channel, rank: int = 0, *, main_importable: bool = True) -> None:
+    def __init__(  # noqa: PLR0913  # most of them by name
+        self,
+        index: int,
+        channel: Channel,
+        rank: int = 0,
+        *,
+        main_importable: bool = True,
+        is_guest: bool = False,
+        prefix: str = "",
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
         self.index = index
+        self.is_guest = is_guest
+        self.prefix = prefix
+        self.pidfd = -1  # of its process, if it has told
+        self._release = release
         self.channel = channel
         self.rank = rank
         self.main_importable = main_importable
@@ -102,6 +121,20 @@ class FrontEnd:
         self._aborted.update(request_ids)
         return request_ids
 
+    def watch(self, pid: int) -> int:
+        """Watch the front-end's process; return a descriptor that tells its end, -1 where there is no such thing.
+
+        The end of the stream tells it too, but not while another process has a copy of its other end.
+        """
+        if self.pidfd < 0:
+            with suppress(AttributeError, OSError):  # an old system, or it has ended, as the stream will tell
+                self.pidfd = os.pidfd_open(pid)
+        return self.pidfd
+
+    def has_died(self) -> bool:
+        """Tell whether the front-end's process is known to have ended."""
+        return self.pidfd >= 0 and bool(select.select([self.pidfd], [], [], 0)[0])
+
     def leave(self) -> list[str]:
         """Close the channel; return the ids of the requests that nobody waits for any more."""
         self.gone = True
@@ -109,6 +142,10 @@ class FrontEnd:
         self._keys.clear()
         self._ids.clear()
         self.channel.close()
+        pidfd, self.pidfd = self.pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)
+        self._release()
         return request_ids
 
     # -- sending -------------------------------------------------------------------------------------------------------
@@ -125,6 +162,8 @@ class FrontEnd:
     def send_outputs(self, outputs: EngineCoreOutputs) -> list[str]:
         """Send a step's outputs; return the ids of requests that had to be ended because theirs cannot be sent."""
         outputs.engine_index = self.rank
+        if self.prefix and outputs.finished_requests:
+            outputs.finished_requests = {name[len(self.prefix) :] for name in outputs.finished_requests}
         try:
             self._send_batch(outputs)
         except Exception as error:  # noqa: BLE001  # an output's value: find whose it is, and fail only that request
@@ -187,24 +226,23 @@ class FrontEnd:
         """Answer a call with the exception that ended it."""
         self._send(encode_reply(call_id, error=error))
 
-    def send_dead(self, error: BaseException, phase: str, deadline: Deadline) -> None:
-        """Say ENGINE_CORE_DEAD with the cause, and wait until it has left."""
+    def send_dead(self, error: BaseException, phase: str) -> None:
+        """Say ENGINE_CORE_DEAD with the cause; to be followed by ``drain``."""
         self._send(encode_dead(error, phase))
-        self._drain(deadline)
 
-    def say_goodbye(self, reason: str, deadline: Deadline) -> None:
-        """Say that the engine ends in order, and wait until everything has left."""
-        if not self.gone:
-            self._send(encode_text(Kind.GOODBYE, reason))
-            self._drain(deadline)
+    def say_goodbye(self, reason: str) -> None:
+        """Say that the engine ends in order; to be followed by ``drain``."""
+        self._send(encode_text(Kind.GOODBYE, reason))
 
     def _send(self, frame: Frame) -> None:
         if not self.gone:
             with suppress(BrokenPipeError):  # the end of the stream, which the loop reads next, says the same
                 self.channel.send(frame)
 
-    def _drain(self, deadline: Deadline) -> None:
+    def drain(self, deadline: Deadline) -> None:
         """Wait, within the deadline, until nothing is left to write."""
+        if self.gone:
+            return
         with suppress(BrokenPipeError):  # nobody is left to read it
             while not self.channel.flush() and not deadline.expired():
                 select.select([], [self.channel.fileno()], [], deadline.capped(0.1))

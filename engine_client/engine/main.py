@@ -18,6 +18,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from importlib import import_module
 from typing import Any, Final
 
@@ -92,6 +93,11 @@ def run_engine(fds: EngineFds, launcher_pid: int) -> None:
         sys.exit(code)
 
 
+def _close_memory(writer: ArenaWriter, reader: ArenaReader) -> None:
+    writer.close()
+    reader.close()
+
+
 def _set_rank(vllm_config: Any, rank: int) -> None:
     """Tell this process's own copy of the configuration which of several engines it is for."""
     parallel = getattr(vllm_config, "parallel_config", None)
@@ -127,13 +133,13 @@ class _Engine:
         try:
             init = self._wait_for_init()
             self.status.set_state(EngineState.INIT)
-            front_end, engine, timeout = self._start(init)
+            front_ends, engine, timeout = self._start(init)
         except EOFError:
             return 0  # the client left before it said anything
         except BaseException as error:  # noqa: BLE001  # I10: whatever ends the start is the client's to know
             self._say(encode_failed(error, self.phase))
             return 1
-        return self._serve(init, front_end, engine, timeout)
+        return self._serve(init, front_ends, engine, timeout)
 
     def _wait_for_init(self) -> Init:
         """Block until INIT is here; the lifeline and the client's end interrupt it."""
@@ -146,7 +152,7 @@ class _Engine:
                 raise EOFError
             select.select([self.channel.fileno()], [], [])
 
-    def _start(self, init: Init) -> tuple[FrontEnd, EngineCore, float]:
+    def _start(self, init: Init) -> tuple[list[FrontEnd], EngineCore, float]:
         """Become the engine that INIT describes."""
         sys.path[:] = init.sys_path
         sys.argv[:] = init.argv
@@ -160,7 +166,7 @@ class _Engine:
         )
         if self.fds.group is not None:
             self.member = GroupMember(self.fds.group, init.rank)
-        front_end = FrontEnd(0, self.channel, init.rank, main_importable=importable(init.main))
+        front_ends = self._connect(init)
         self.phase = "loading the configuration"
         if init.payload.needs_main:
             ensure_main(init.main)
@@ -172,7 +178,34 @@ class _Engine:
         build = getattr(import_module(module), function)
         context = EngineContext(init.rank, self._progress, options, self._executor_failed)
         engine: EngineCore = build(vllm_config, executor_class, log_stats, context)
-        return front_end, engine, float(getattr(vllm_config, "shutdown_timeout", 0) or 0)
+        return front_ends, engine, float(getattr(vllm_config, "shutdown_timeout", 0) or 0)
+
+    def _connect(self, init: Init) -> list[FrontEnd]:
+        """Return the front-ends, by client index; the launcher is the last of them, and often the only one."""
+        front_ends = []
+        main_importable = importable(init.main)
+        for index, fds in enumerate(self.fds.front_ends):
+            writer = ArenaWriter(fds.arena_out, limit=init.options["arena_limit"])
+            reader = ArenaReader(fds.arena_in, party=init.rank)
+            channel = Channel(
+                fds.channel,
+                name=f"client {index}",
+                writer=writer,
+                reader=reader,
+                threshold=init.options["arena_threshold"],
+            )
+            front_end = FrontEnd(
+                index,
+                channel,
+                init.rank,
+                main_importable=main_importable,
+                is_guest=True,
+                prefix=f"{index}/",
+                release=partial(_close_memory, writer, reader),
+            )
+            front_ends.append(front_end)
+        front_ends.append(FrontEnd(len(front_ends), self.channel, init.rank, main_importable=main_importable))
+        return front_ends
 
     def _executor_failed(self) -> None:
         """End the loop, from whichever thread; before there is one, the start itself is about to fail."""
@@ -184,12 +217,12 @@ class _Engine:
         self.phase = phase
         self._say(encode_status(phase, done, total), wait=False)
 
-    def _serve(self, init: Init, front_end: FrontEnd, engine: EngineCore, timeout: float) -> int:
+    def _serve(self, init: Init, front_ends: list[FrontEnd], engine: EngineCore, timeout: float) -> int:
         """Say READY, run the loop, end; the engine is shut down whatever happens."""
         try:
             self.loop = BusyLoop(
                 engine,
-                [front_end],
+                front_ends,
                 self.status,
                 shutdown_timeout=timeout,
                 backlog_limit=init.options["backlog_limit"],
@@ -209,7 +242,11 @@ class _Engine:
             self.phase = "shutting down"
             engine.shutdown()
         except BaseException as error:  # noqa: BLE001  # I10: whatever ends the engine is the client's to know
-            front_end.send_dead(error, self.phase, Deadline(_LAST_WORDS_TIMEOUT))
+            deadline = Deadline(_LAST_WORDS_TIMEOUT)
+            for front_end in front_ends:
+                front_end.send_dead(error, self.phase)
+            for front_end in reversed(front_ends):  # the launcher first
+                front_end.drain(deadline)
             self._shutdown_quietly(engine)
             return 1
         return 0

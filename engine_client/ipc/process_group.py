@@ -104,8 +104,8 @@ class ProcessGroup:
 
     def reap(self, rank: int) -> bool:
         """Clean up behind a rank if it has ended; return whether it has."""
-        member = self._members[rank]
-        if self._is_foreign() or member.handle.is_alive():
+        member = self._members.get(rank)
+        if member is None or self._is_foreign() or member.handle.is_alive():
             return False
         self._bury(member)
         return True
@@ -197,7 +197,8 @@ class ProcessGroup:
 
     def _some(self, ranks: Iterable[int] | None) -> list[_Member]:
         with self._lock:
-            return list(self._members.values()) if ranks is None else [self._members[rank] for rank in ranks]
+            wanted = self._members if ranks is None else set(ranks)
+            return [member for rank, member in self._members.items() if rank in wanted]
 
     def _living(self, members: list[_Member]) -> list[_Member]:
         """Return those that still run, and bury those that do not."""

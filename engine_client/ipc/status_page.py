@@ -219,6 +219,11 @@ class StatusReader:
         for _ in reserve(fd, os.fstat(fd).st_size, _SIZE):
             pass
 
+    @property
+    def fd(self) -> int:
+        """Return the descriptor of the page, for further readers; it stays this object's."""
+        return self._fd
+
     def snapshot(self) -> EngineStatus:
         """Return how the engine is doing."""
         words, times = self._words, self._times

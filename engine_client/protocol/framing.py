@@ -63,6 +63,7 @@ class Kind(enum.IntEnum):
     REPLY = 11
     DEAD = 12
     GOODBYE = 13
+    ATTACH = 14
 
 
 class Flag(enum.IntFlag):

@@ -90,7 +90,7 @@ class Move(NamedTuple):
     action: Action
 
 
-FROM_CLIENT: Final = frozenset({Kind.INIT, Kind.ADD, Kind.ABORT, Kind.UTILITY, Kind.SHUTDOWN})
+FROM_CLIENT: Final = frozenset({Kind.INIT, Kind.ATTACH, Kind.ADD, Kind.ABORT, Kind.UTILITY, Kind.SHUTDOWN})
 FROM_ENGINE: Final = frozenset(Kind) - FROM_CLIENT
 
 _STARTING: Final[Mapping[int, Move]] = {
@@ -118,6 +118,7 @@ TRANSITIONS: Final[Mapping[State, Mapping[int, Move]]] = {
         Kind.READY: Move(State.READY, Action.SERVE),
     },
     State.READY: {
+        Kind.ATTACH: Move(State.READY, Action.SEND),
         Kind.ADD: Move(State.READY, Action.SEND),
         Kind.ABORT: Move(State.READY, Action.SEND),
         Kind.UTILITY: Move(State.READY, Action.SEND),
@@ -157,15 +158,16 @@ class Lifecycle:
 
     Args:
         name: of the engine, for messages, such as ``"engine core 0"``.
+        state: where it is; an engine that somebody else has started is READY.
     """
 
     __slots__ = ("_moves", "name", "state", "was_ready")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, state: State = State.LAUNCHED) -> None:
         self.name = name
-        self.state = State.LAUNCHED
-        self.was_ready = False  # whether its end is a death, or a start that failed
-        self._moves = TRANSITIONS[State.LAUNCHED]
+        self.state = state
+        self.was_ready = state is State.READY  # whether its end is a death, or a start that failed
+        self._moves = TRANSITIONS[state]
 
     def __repr__(self) -> str:
         return f"<Lifecycle {self.name} {self.state.name}>"

@@ -2,7 +2,7 @@
 
 ::
 
-    client ── INIT · ADD · ABORT · UTILITY · SHUTDOWN ──────────────────────────▶ engine
+    client ── INIT · ATTACH · ADD · ABORT · UTILITY · SHUTDOWN ──────────────────────────▶ engine
     client ◀── HELLO · STATUS* · READY | FAILED · OUTPUTS · REPLY · DEAD · GOODBYE ── engine
 
 A message is a frame: kind, flags, ``ref`` (the request key of an ADD, the call id of a UTILITY and its REPLY), a
@@ -183,7 +183,7 @@ def decode_dead(frame: Frame) -> tuple[BaseException, str]:
 
 
 def encode_text(kind: Kind, text: str) -> Frame:
-    """Encode a message that carries one sentence (SHUTDOWN, GOODBYE)."""
+    """Encode a message that carries one sentence (SHUTDOWN, GOODBYE), or a number (ATTACH: the sender's pid)."""
     return _frame(kind, dumps(text))
 
 

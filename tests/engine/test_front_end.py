@@ -138,8 +138,9 @@ def test_calls_are_answered_once_with_what_can_be_sent() -> None:
 def test_last_words_leave_before_the_end() -> None:
     """The cause of a death and a goodbye are written, within a deadline."""
     with connected() as (front_end, client):
-        front_end.send_dead(ValueError("cause"), "serving", Deadline(5))
-        front_end.say_goodbye("SIGTERM", Deadline(5))
+        front_end.send_dead(ValueError("cause"), "serving")
+        front_end.say_goodbye("SIGTERM")
+        front_end.drain(Deadline(5))
         dead, bye = client.receive()
         error, phase = decode_dead(dead)
         assert (str(error), phase) == ("cause", "serving")
@@ -150,7 +151,8 @@ def test_last_words_to_somebody_who_does_not_read_are_bounded() -> None:
     """A front-end that does not read cannot hold the engine up."""
     with connected() as (front_end, _):
         front_end.send_result(1, bytes(5 << 20))
-        front_end.say_goodbye("SIGTERM", Deadline(0.2))
+        front_end.say_goodbye("SIGTERM")
+        front_end.drain(Deadline(0.2))
 
 
 def test_nothing_is_sent_to_a_front_end_that_left() -> None:
@@ -160,10 +162,12 @@ def test_nothing_is_sent_to_a_front_end_that_left() -> None:
         client.close()
         front_end.send_result(1, 1)
         front_end.flush()
-        front_end.send_dead(ValueError(), "serving", Deadline(1))
+        front_end.send_dead(ValueError(), "serving")
+        front_end.drain(Deadline(1))
         assert front_end.leave() == ["a"]
         assert front_end.gone
         assert "gone" in repr(front_end)
         front_end.send_result(1, 1)
         front_end.send_rejected(5)
-        front_end.say_goodbye("x", Deadline(1))
+        front_end.say_goodbye("x")
+        front_end.drain(Deadline(1))

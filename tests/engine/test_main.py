@@ -74,7 +74,7 @@ class Engine:
 def engine() -> Iterator[Engine]:
     fd = create_memory("requests")
     writer = ArenaWriter(fd, limit=1 << 30)
-    link = launch_engine(0, ClientOptions(), writer, fd)
+    link = launch_engine(0, ClientOptions(), writer)
     group = ProcessGroup()
     group.add(0, link.handle)
     try:

@@ -84,7 +84,7 @@ def several_engines(
         fd = create_memory("engine-requests")
         session.writer = ArenaWriter(fd, limit=choice.arena_limit, parties=len(scripts))
         for rank in range(len(scripts)):
-            session.adopt(launch_engine(rank, choice, session.writer, fd))
+            session.adopt(launch_engine(rank, choice, session.writer))
 
         def make_init(rank: int) -> Init:
             config = EngineConfig(additional_config={"script": scripts[rank]})

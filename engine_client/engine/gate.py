@@ -1,0 +1,101 @@
+"""The front-ends of one engine as a set: which of them is to be waited for, which is full, which is gone.
+
+Invariants: I7 (blocks in the selector only).
+
+Threads: the busy loop's thread only.
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from engine_client.engine.front_end import FrontEnd
+from engine_client.protocol.wire import Frame, decode_text
+
+__all__ = ["Gate"]
+
+_STALL_LIMIT: Final = 1.0
+"""Seconds in which a front-end over its limit must take something, where it holds up others."""
+
+
+class Gate:
+    """Watches the channels and processes of front-ends; ends with its selector.
+
+    Args:
+        front_ends: by client index.
+        selector: where their descriptors are registered; the caller's.
+        backlog_limit: bytes that may wait for a front-end.
+    """
+
+    def __init__(self, front_ends: list[FrontEnd], selector: selectors.BaseSelector, backlog_limit: int) -> None:
+        self.front_ends = front_ends
+        self._selector = selector
+        self._backlog_limit = backlog_limit
+        for front_end in front_ends:
+            selector.register(front_end.channel.fileno(), selectors.EVENT_READ)
+
+    def __repr__(self) -> str:
+        return f"<Gate connected={sum(1 for _ in self)} of {len(self.front_ends)}>"
+
+    def __iter__(self) -> Iterator[FrontEnd]:
+        """Return those that are not gone."""
+        return (front_end for front_end in self.front_ends if not front_end.gone)
+
+    def wait(self, limits: Iterable[float]) -> None:
+        """Block until something arrives or can be written, at most as long as the shortest limit (seconds)."""
+        limits = list(limits)
+        for front_end in self:
+            self._watch(front_end)
+            if self._is_full(front_end):
+                limits.append(_STALL_LIMIT)
+        self._selector.select(min(limits, default=None))
+
+    def _watch(self, front_end: FrontEnd) -> None:
+        fd = front_end.channel.fileno()
+        if fd >= 0:
+            mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if front_end.channel.wants_write else 0)
+            if self._selector.get_key(fd).events != mask:
+                self._selector.modify(fd, mask)
+
+    def is_blocked(self) -> bool:
+        """Tell whether so much waits for a front-end that nothing should be added."""
+        return any(map(self._is_full, self))
+
+    def _is_full(self, front_end: FrontEnd) -> bool:
+        return front_end.channel.backlog > self._backlog_limit
+
+    def is_lost(self, front_end: FrontEnd) -> bool:
+        """Tell whether a front-end has left, has died, or does not read at all while others would."""
+        return front_end.channel.ended or front_end.has_died() or self._holds_up_others(front_end)
+
+    def _holds_up_others(self, front_end: FrontEnd) -> bool:
+        if not self._is_full(front_end) or time.monotonic() - front_end.took_at < _STALL_LIMIT:
+            return False
+        return sum(1 for _ in self) > 1
+
+    def attach(self, front_end: FrontEnd, frame: Frame) -> None:
+        """Note which process a front-end is, so that its end is seen whoever holds its pipe."""
+        try:
+            known, pidfd = front_end.pidfd, front_end.watch(int(decode_text(frame)))
+        except Exception as error:  # noqa: BLE001  # what arrives cannot end the loop that serves others
+            front_end.log.warning("an ATTACH cannot be understood and is ignored: %r", error)
+            return
+        if known < 0 <= pidfd:
+            self._selector.register(pidfd, selectors.EVENT_READ)
+
+    def drop(self, front_end: FrontEnd) -> tuple[list[str], BaseException | None]:
+        """Let go of a front-end; return the ids of its requests, and what was wrong with what it has sent."""
+        self._selector.unregister(front_end.channel.fileno())
+        if front_end.pidfd >= 0:
+            self._selector.unregister(front_end.pidfd)
+        fault = None if front_end.channel.hung_up else front_end.channel.fault
+        if fault is not None:  # the client finds this in what the engine has logged, since the channel is broken
+            front_end.log.error("what client %d sends cannot be read: %s", front_end.index, fault)
+        return front_end.leave(), fault
+
+    def has_nobody(self) -> bool:
+        """Tell whether nobody is left but guests, who do not keep an engine."""
+        return all(front_end.is_guest for front_end in self)
