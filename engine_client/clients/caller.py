@@ -29,11 +29,16 @@ class Caller:
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
 
-    def begin(self, method: str, ranks: Iterable[int] | None = None) -> FanOut:
+    def begin(self, method: str, ranks: Iterable[int] | None = None, *, closed_too: bool = False) -> FanOut:
         """Begin a call to some engines, by default all; to be discarded by whoever has begun it.
 
+        Args:
+            method: names the call in messages.
+            ranks: of the engines; None: all that take calls.
+            closed_too: also those of them that take no more requests.
+
         Raises:
-            EngineDeadError: there is no engine.
+            EngineDeadError: there is no engine, or one that is named is dead.
             ValueError: there is no such rank.
         """
         self._traffic.ensure_alive()
@@ -41,8 +46,8 @@ class Caller:
         for rank in ranks or ():
             if rank in self._traffic.deaths:
                 raise self._traffic.deaths[rank].error()
-        links = self._traffic.router.links_of(ranks)
-        if not links:
+        links = self._traffic.router.links_of(ranks, closed_too=closed_too)
+        if not links and ranks is None:
             raise self._traffic.last_death().error()
         return FanOut(self._traffic.calls, links, f"the utility {method!r}")
 

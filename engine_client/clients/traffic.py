@@ -230,8 +230,9 @@ class Traffic:
         self._abort_noted()
 
     def forget_stream(self, key: int) -> None:
-        """Note that a stream is over."""
+        """Note that a stream is over, and with it its request: ended, never sent, or lost with its engine."""
         self.streams.discard(key)
+        self.in_flight.discard(key)
 
     def interrupted(self) -> None:
         """Clean up after a call that an interrupt ended: abort what this thread has in flight, and drop its outputs.
@@ -366,6 +367,7 @@ class Traffic:
             names = ", ".join(columns.strays)
             self._log_once("stray", "%s sent outputs of requests nobody has asked for: %s", link.title, names)
         self.look_around()
+        self.in_flight.arrived(columns.keys[row] for row, _, _ in columns.finishes)
         columns = self.streams.sort(columns)
         if columns.keys or self._consumer or not self.streams:  # statistics alone are kept if somebody takes outputs
             self.outputs.put(columns)
