@@ -169,6 +169,7 @@ class AsyncMPClient(AsyncUtilities, MPClient):
         """
         deadline = Deadline(check_timeout(timeout))
         fan_out = self._caller.begin(method, ranks)
+        fan_out.owner = self._mailboxes.current()
         try:
             values = await self._carry_out(fan_out, method, args, deadline)
         finally:
@@ -184,6 +185,7 @@ class AsyncMPClient(AsyncUtilities, MPClient):
         """
         deadline = Deadline(check_timeout(timeout))
         ping = self._caller.begin(PING)
+        ping.owner = self._mailboxes.current()
         try:
             await self._carry_out(ping, PING, (), deadline)
         except TimeoutError:

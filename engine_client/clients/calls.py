@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from itertools import count
 from typing import Any, Final
 
@@ -27,10 +27,11 @@ _LAST_ID: Final = 2**64 - 1
 class Reply:
     """What becomes of one call.  It has the methods of a ``Future`` that matter here, and survives interrupts."""
 
-    __slots__ = ("_callbacks", "_latch", "_outcomes", "rank")
+    __slots__ = ("_callbacks", "_latch", "_outcomes", "owner", "rank")
 
-    def __init__(self, rank: int = 0) -> None:
+    def __init__(self, rank: int = 0, owner: Hashable = None) -> None:
         self.rank = rank  # of the engine that is to answer
+        self.owner = owner  # stands for the event loop that waits, if one does
         self._latch = Latch()
         self._outcomes: list[tuple[Any, BaseException | None]] = []  # the first one counts
         self._callbacks: deque[Callable[[Reply], object]] = deque()
@@ -117,17 +118,23 @@ class PendingCalls:
         """Return a new id; whoever has it before the call is registered can always discard the call."""
         return (next(self._next) - 1) % _LAST_ID + 1
 
-    def new(self, call_id: int | None = None, rank: int = 0) -> tuple[int, Reply]:
+    def new(self, call_id: int | None = None, rank: int = 0, owner: Hashable = None) -> tuple[int, Reply]:
         """Register a call to an engine; return its id and its reply."""
         if call_id is None:
             call_id = self.new_id()
-        reply = Reply(rank)
+        reply = Reply(rank, owner)
         self.replies[call_id] = reply
         return call_id, reply
 
     def discard(self, call_id: int) -> None:
         """Give a call up: a reply that still comes is dropped."""
         self.replies.pop(call_id, None)
+
+    def discard_of(self, owner: Hashable) -> None:
+        """Give up the calls of an owner who is gone."""
+        for call_id, reply in list(self.replies.items()):
+            if reply.owner == owner:
+                self.discard(call_id)
 
     def settle(self, call_id: int, *, result: Any = None, error: BaseException | None = None) -> bool:
         """End a call with its result or its error; return whether it was waiting, or had been given up."""

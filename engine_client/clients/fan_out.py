@@ -8,6 +8,7 @@ Threads: a ``FanOut`` belongs to the caller; the replies in it are ended by the 
 from __future__ import annotations
 
 import time
+from collections.abc import Hashable
 from contextlib import suppress
 from itertools import zip_longest
 from typing import Any, Final
@@ -41,6 +42,7 @@ class FanOut:
         self.ids = [calls.new_id() for _ in links]  # before there is anything to give up, so that all can be
         self.replies: list[Reply] = []
         self._calls = calls
+        self.owner: Hashable = None  # stands for the event loop that waits, if one does
 
     def __repr__(self) -> str:
         done = sum(reply.done() for reply in self.replies)
@@ -48,7 +50,7 @@ class FanOut:
 
     def register(self, index: int) -> int:
         """Enter the call to one engine into the table; return its id."""
-        call_id, reply = self._calls.new(self.ids[index], self.links[index].rank)
+        call_id, reply = self._calls.new(self.ids[index], self.links[index].rank, self.owner)
         self.replies.append(reply)
         return call_id
 

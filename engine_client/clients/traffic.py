@@ -224,8 +224,9 @@ class Traffic:
         return OutputQueue(self.in_flight, self._on_lost, partial(self.take_back, key))
 
     def abort_of(self, owners: Iterable[Hashable]) -> None:
-        """Abort all requests of some owners, who are gone."""
+        """Abort all requests of some owners, who are gone, and give up their calls."""
         for owner in owners:
+            self.calls.discard_of(owner)
             self.aborts.note(self.in_flight.mine(owner))
         self._abort_noted()
 

@@ -1,0 +1,286 @@
+"""Asyncio clients and the event loops of their hosts: any loop, one after the other or at once, and none is held up."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from statistics import quantiles
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine_client.testing.scripted import Script
+from helpers.calls import async_client, make_array
+from helpers.clients import make_request, session_of
+from helpers.procs import run_script
+from helpers.scenes import Waiter
+from helpers.timing import DEADLOCK, MS, eventually
+
+RANKS = pytest.mark.parametrize("ranks", [1, 2])
+MIB = 1 << 20
+LONG = 1_000_000
+
+# -- BC-27 -------------------------------------------------------------------------------------------------------------
+
+THREE_RUNS = """
+import asyncio, logging, sys, time
+from helpers.calls import async_client
+from helpers.clients import make_request
+
+where, ranks, nature = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+
+class Proactive(asyncio.SelectorEventLoop):
+    # As the loop of Windows, it watches no descriptors.
+    def add_reader(self, *args): raise NotImplementedError
+    add_writer = remove_reader = remove_writer = add_reader
+
+async def use(client, turn):
+    stream = client.stream(make_request("stream", 3))
+    names = {f"{name}{turn}" for name in "abcd"}
+    for name in names:
+        await client.add_request_async(make_request(name, 3))
+    assert await client.call_utility_async("echo", turn) == turn
+    await client.check_health_async(20)
+    tokens = dict.fromkeys(names, 0)
+    while sum(tokens.values()) < 12:
+        for output in (await client.get_output_async(timeout=20)).outputs:
+            tokens[output.request_id] += len(output.new_token_ids)
+    assert set(tokens.values()) == {3}
+    assert [output.new_token_ids async for output in stream] == [[1], [1], [1]]
+    assert client.utility_results == {}
+
+def run(coroutine):
+    loop = Proactive() if nature == "watches nothing" else asyncio.new_event_loop()
+    if nature == "eager":
+        loop.set_task_factory(asyncio.eager_task_factory)
+    loop.set_debug(nature == "debug")
+    loop.slow_callback_duration = 10.0
+    try:
+        return loop.run_until_complete(coroutine)
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
+
+async def make():
+    client = async_client(ranks)
+    await use(client, 0)
+    return client
+
+client = async_client(ranks) if where == "outside" else run(make())
+for turn in range(3):
+    run(use(client, turn))
+if where == "outside":
+    client.shutdown()
+else:
+    async def end():
+        await asyncio.to_thread(client.shutdown)
+    run(end())
+print("OK")
+"""
+
+EAGER = pytest.mark.skipif(sys.version_info < (3, 12), reason="the factory came with Python 3.12")
+
+
+@pytest.mark.parametrize("nature", ["plain", "watches nothing", "debug", pytest.param("eager", marks=EAGER)])
+@pytest.mark.parametrize(("where", "ranks"), [("outside", 1), ("inside", 2)])
+def test_bc27_one_loop_after_the_other(where: str, ranks: int, nature: str) -> None:
+    """Made outside or inside of a loop, a client works in three further ones, of any nature, without a warning."""
+    assert run_script(THREE_RUNS, where, str(ranks), nature).check().stdout == "OK\n"
+
+
+@RANKS
+def test_bc27_two_loops_in_two_threads(ranks: int) -> None:
+    """Loops that use one client at once get the answers to their own calls, and the outputs of their own streams."""
+
+    async def work(client: Any, mark: int) -> int:
+        async def one(number: int) -> int:
+            name = f"{mark}-{number}"
+            count = 0
+            async for output in client.stream(make_request(name, 1 + number % 5)):
+                assert output.request_id == name
+                count += len(output.new_token_ids)
+                assert await client.call_utility_async("echo", name) == name
+            return count
+
+        return sum(await asyncio.gather(*(one(number) for number in range(50))))
+
+    with async_client(ranks) as client:
+        waiters = [Waiter(lambda mark=mark: asyncio.run(work(client, mark)), again=False) for mark in range(2)]
+        for waiter in waiters:
+            waiter.join(DEADLOCK)
+            assert (waiter.error, waiter.result) == (None, 150)
+        assert client.utility_results == {}
+        assert len(session_of(client).in_flight) == 0
+
+
+async def leave(client: Any) -> list[Any]:
+    """Leave everything behind that can wait: requests, a stream, calls, a read, a health check; return the tasks."""
+    for number in range(5):
+        await client.add_request_async(make_request(f"old{number}", LONG))
+    stream = client.stream(make_request("old stream", LONG))
+    await stream.next()
+
+    async def read() -> None:
+        while True:
+            await client.get_output_async()
+
+    waiting: list[Coroutine[Any, Any, Any]] = [read(), client.call_utility_async("deferred"), stream.next()]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in waiting]
+    await asyncio.sleep(0.05)
+    return tasks
+
+
+def close_hard(main: Callable[[], Coroutine[Any, Any, list[Any]]]) -> None:
+    """Run a coroutine and close its loop while the tasks that it returns still wait."""
+    loop = asyncio.new_event_loop()
+    tasks = loop.run_until_complete(main())
+    for task in tasks:
+        task._log_destroy_pending = False  # noqa: SLF001  # asyncio would tell what is meant here
+    loop.close()
+    del tasks[:]
+    gc.collect()
+
+
+def run_and_forget(main: Callable[[], Coroutine[Any, Any, list[Any]]]) -> None:
+    """Run a coroutine as most hosts do; what still waits is cancelled."""
+
+    async def whole() -> None:
+        await main()
+
+    asyncio.run(whole())
+
+
+@RANKS
+@pytest.mark.parametrize("end", [close_hard, run_and_forget])
+def test_bc27_a_loop_that_ends_in_the_middle(end: Callable[..., None], ranks: int) -> None:
+    """What a loop leaves behind is aborted in the engines, and nothing of it reaches the next loop."""
+
+    async def after(client: Any) -> None:
+        await client.add_request_async(make_request("new", 20))
+        names, tokens = set(), 0
+        while tokens < 20:
+            for output in (await client.get_output_async(timeout=DEADLOCK)).outputs:
+                names.add(output.request_id)
+                tokens += len(output.new_token_ids)
+        assert names == {"new"}
+        assert await client.call_utility_async("echo", 5) == 5
+
+    with async_client(ranks, Script(step_seconds=0.001)) as client:
+        for _ in range(3):
+            end(lambda: leave(client))
+            asyncio.run(after(client))
+            for rank in range(ranks):
+                eventually(lambda rank=rank: asyncio.run(requests_of(client, rank)) == [])
+        assert len(session_of(client).in_flight) == 0
+        assert client.utility_results == {}
+
+
+async def requests_of(client: Any, rank: int) -> Any:
+    """Return the ids that an engine has."""
+    ((info),) = await client.call_utility_async("info", ranks=[rank])
+    return info["requests"]
+
+
+# -- BC-57 -------------------------------------------------------------------------------------------------------------
+
+
+class Heart:
+    """A task that sleeps 10 ms again and again, and keeps how much longer that took."""
+
+    def __init__(self) -> None:
+        self.delays: list[float] = []
+
+    async def beat(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            began = time.monotonic()
+            await asyncio.sleep(0.01)
+            self.delays.append(time.monotonic() - began - 0.01)
+
+    def check(self) -> str | None:
+        """Return what is wrong, if anything is."""
+        high, highest = quantiles(self.delays, n=100)[98], max(self.delays)
+        if high < 25 * MS and highest < 150 * MS:
+            return None
+        return f"99th percentile {high * 1e3:.1f} ms, maximum {highest * 1e3:.1f} ms"
+
+
+async def bustle(client: Any, ranks: int, seconds: float) -> tuple[Heart, list[float]]:
+    """Stream 5,000 outputs per second to 50 consumers, and every 200 ms a tensor of 64 MiB and a request of 16."""
+    heart, firsts = Heart(), dict[int, float]()
+    payload = np.zeros(16 * MIB, np.uint8)
+
+    async def consume(number: int) -> None:
+        async with client.stream(make_request(f"r{number}", LONG)) as stream:
+            async for _ in stream:
+                firsts.setdefault(number, time.monotonic())
+
+    async def fetch() -> None:
+        while True:
+            (array,) = (
+                await client.call_utility_async("collective_rpc", make_array, None, (64 * MIB,), None, ranks=[0])
+            )[0]
+            assert array.nbytes == 64 * MIB
+            await asyncio.sleep(0.2)
+
+    async def send() -> None:
+        for number in range(LONG):
+            request = make_request(f"big{number}", 1, None, prompt_embeds=payload)
+            async for _ in client.stream(request):
+                pass
+            await asyncio.sleep(0.2)
+
+    tasks = [asyncio.ensure_future(consume(number)) for number in range(50)]
+    await asyncio.sleep(0.2)
+    others = [asyncio.ensure_future(fetch()), asyncio.ensure_future(send())]
+    await heart.beat(seconds)
+    for task in [*tasks, *others]:
+        task.cancel()
+    results = await asyncio.gather(*tasks, *others, return_exceptions=True)
+    assert all(isinstance(result, asyncio.CancelledError) for result in results), results
+    return heart, list(firsts.values())
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize(
+    ("ranks", "seconds"),
+    [(1, 2.0), (2, 2.0), pytest.param(1, 20.0, marks=pytest.mark.stress)],
+)
+def test_bc57_a_loop_goes_on_beside_large_and_many_outputs(ranks: int, seconds: float) -> None:
+    """A heartbeat is late by less than 25 ms in 99 of 100 beats and by 150 ms at most; no consumer starves."""
+    for _ in range(3):  # other programs run on the machine
+        with async_client(ranks, Script(step_seconds=0.01)) as client:
+            heart, firsts = asyncio.run(bustle(client, ranks, seconds))
+        assert len(firsts) == 50
+        assert max(firsts) - min(firsts) < 1.0
+        fault = heart.check()
+        if fault is None:
+            return
+    pytest.fail(fault)
+
+
+def test_bc57_one_who_does_not_read_slows_nobody() -> None:
+    """A stream that is never read holds no other one up, and what waits for it is let go when it is closed."""
+
+    async def main(client: Any) -> None:
+        idle = client.stream(make_request("idle", 20_000))
+        await idle.next()
+        began = time.monotonic()
+        for number in range(20):
+            count = 0
+            async for output in client.stream(make_request(f"r{number}", 50)):
+                count += len(output.new_token_ids)
+            assert count == 50
+        assert time.monotonic() - began < 10
+        await idle.aclose()
+        assert await client.call_utility_async("echo", 1) == 1
+        assert (await client.call_utility_async("info"))["requests"] == []
+
+    with async_client() as client:
+        asyncio.run(main(client))
+        assert len(session_of(client).in_flight) == 0
