@@ -161,3 +161,31 @@ def test_outputs_that_nobody_got_can_be_taken_back() -> None:
     assert table.outputs(batch).outputs == first.outputs
     assert len(table) == 0
     assert table.outputs(batch).outputs == []
+
+
+def test_requests_are_counted_by_rank() -> None:
+    """Each rank has those that were added for it, until they are aborted, or their last output was handed out."""
+    table = InFlight()
+    keys = {name: table.add(name, rank=rank) for name, rank in (("a", 0), ("b", 2), ("c", 2))}
+    assert [table.count(rank) for rank in range(4)] == [1, 0, 2, 0]
+    assert sorted(table.of_rank(2)) == [keys["b"], keys["c"]]
+    assert table.of_rank(1) == []
+    assert table.ranks_of([keys["a"], keys["c"], 999]) == {keys["a"]: 0, keys["c"]: 2}
+    assert table.keys_of(["b", "nobody", 7]) == {keys["b"]: 2}
+    table.discard(keys["b"])
+    assert table.count(2) == 1
+    frame, _ = encode_outputs(EngineCoreOutputs(0, [EngineCoreOutput("c", [1], finish_reason=FinishReason.STOP)]), keys)
+    assert frame is not None
+    table.outputs(columns_of(frame)[0])
+    assert (table.count(2), table.of_rank(2), len(table)) == (0, [], 1)
+
+
+def test_owners_other_than_threads_know_their_requests() -> None:
+    """What an event loop has added is not its thread's, and the other way round."""
+    table = InFlight()
+    loop = object()
+    key, other = table.add("a", rank=1, owner=loop), table.add("b")
+    assert table.mine(loop) == {key: 1}
+    assert table.mine() == {other: 0}
+    table.discard(key)
+    assert table.mine(loop) == {}

@@ -154,3 +154,47 @@ def test_an_interrupt_at_the_end_marker_loses_no_end(queue: OutputQueue) -> None
     queue.unread.append(queue.queue.get())
     with pytest.raises(ConnectionError):
         get(queue, None)
+
+
+def test_listeners_are_told_of_all_news(table: InFlight, queue: OutputQueue) -> None:
+    """At each batch, at what an interrupt put back, and at the end; not any more once they have left."""
+    key = table.add("a")
+    news: list[str] = []
+
+    def listener() -> bool:
+        news.append("news")
+        return True
+
+    queue.listen(listener)
+    queue.put(batch({"a": key}, EngineCoreOutput("a", [1])))
+    taken: list[Any] = []
+    queue.take(Deadline(0), taken)
+    queue.put_back(taken)
+    queue.end(KeyError)
+    assert len(news) == 3
+    queue.unlisten(listener)
+    queue.unlisten(listener)
+    queue.put(batch({"a": key}, EngineCoreOutput("a", [1])))
+    assert len(news) == 3
+
+
+def test_a_listener_that_is_gone_is_reported_once(table: InFlight) -> None:
+    """One that says so is not called again, and whoever has the queue hears of it."""
+    orphaned: list[None] = []
+    queue = OutputQueue(table, on_orphaned=lambda: orphaned.append(None))
+    key = table.add("a")
+    queue.listen(lambda: False)
+    for _ in range(2):
+        queue.put(batch({"a": key}, EngineCoreOutput("a", [1])))
+    assert len(orphaned) == 1
+
+
+def test_a_batch_that_was_put_back_is_turned_again(table: InFlight, queue: OutputQueue) -> None:
+    """Taken by hand, as coroutines do it, turned and put back, it ends its request for the next one only."""
+    key = table.add("a")
+    queue.put(batch({"a": key}, last("a")))
+    taken: list[Any] = []
+    assert queue.turn(queue.take(Deadline(0), taken)) is not None
+    queue.put_back(taken)
+    assert get(queue, 0).outputs == [last("a")]
+    assert len(table) == 0

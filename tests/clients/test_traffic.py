@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from engine_client import (
-    ClientOptions,
     ClosedError,
     EngineDeadError,
     FinishReason,
@@ -27,9 +26,9 @@ from engine_client.messages import EngineCoreOutput, EngineCoreOutputs
 from engine_client.protocol.batch import encode_outputs
 from engine_client.protocol.framing import Kind
 from engine_client.protocol.wire import Frame, decode_abort, encode_reply
-from helpers.calls import call
+from helpers.calls import call, played_session, received
 from helpers.clients import make_request
-from helpers.peers import Peer, played_engine
+from helpers.peers import Peer
 from helpers.timing import DEADLOCK, eventually, took_at_most
 
 BIG = bytes(4 << 20)
@@ -39,27 +38,8 @@ BIG = bytes(4 << 20)
 @contextmanager
 def session(**options: Any) -> Iterator[tuple[Session, Peer]]:
     """A session whose engine is played by the test."""
-    with played_engine() as peer:
-        made = Session(ClientOptions(**options))
-        peer.be_ready()
-        made.adopt(peer.link)
-        made.serve()
-        try:
-            yield made, peer
-        finally:
-            made.close(0.0)
-
-
-def read_all(peer: Peer, kind: Kind, count: int) -> list[Frame]:
-    """Read until so many frames of a kind have come."""
-    found: list[Frame] = []
-
-    def look() -> bool:
-        found.extend(frame for frame in peer.channel.receive() if frame.kind == kind)
-        return len(found) >= count
-
-    eventually(look, DEADLOCK)
-    return found
+    with played_session(**options) as (made, (peer,)):
+        yield made, peer
 
 
 def test_waiting_for_room_keeps_the_caller_s_deadline() -> None:
@@ -78,7 +58,7 @@ def test_all_who_wait_for_room_go_on_when_there_is_some() -> None:
         threads = [threading.Thread(target=s.add, args=(make_request(f"r{i}"),)) for i in range(20)]
         for thread in threads:
             thread.start()
-        read_all(peer, Kind.ADD, 20)
+        received(peer, Kind.ADD, 20)
         for thread in threads:
             thread.join(DEADLOCK)
             assert not thread.is_alive()
@@ -103,7 +83,7 @@ def test_what_would_wait_for_itself_is_refused() -> None:
         peer.channel.send(encode_reply(first.ids[0], 1))
         eventually(lambda: "added" in seen, DEADLOCK)
         assert [text[:26] for text in seen[:2]] == ["this would wait for ever: "[:26]] * 2
-        assert len(read_all(peer, Kind.ADD, 1)) == 1
+        assert len(received(peer, Kind.ADD, 1)) == 1
 
 
 def test_an_interrupted_call_is_known_under_the_id_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +107,7 @@ def test_what_a_second_interrupt_left_can_be_done_later(monkeypatch: pytest.Monk
     """Requests that should have been aborted are aborted then, and their ids are free."""
     with session() as (s, peer):
         s.add(make_request("a"))
-        (add,) = read_all(peer, Kind.ADD, 1)
+        (add,) = received(peer, Kind.ADD, 1)
         with monkeypatch.context() as patch:
             patch.setattr(s.in_flight, "mine", _interrupt)
             with pytest.raises(KeyboardInterrupt):
@@ -208,7 +188,7 @@ def test_a_request_that_cannot_be_sent_is_not_in_flight(monkeypatch: pytest.Monk
             s.add(make_request("a"))
         assert len(s.in_flight) == 0
         s.add(make_request("a", data_parallel_rank=0))
-        assert [f.kind for f in read_all(peer, Kind.ADD, 1)] == [Kind.ADD]
+        assert [f.kind for f in received(peer, Kind.ADD, 1)] == [Kind.ADD]
 
 
 def test_sending_to_a_peer_that_has_just_gone_tells_how_it_went() -> None:
@@ -246,7 +226,7 @@ def test_strange_rows_and_lost_values_are_logged_once(caplog: pytest.LogCaptureF
     with session() as (s, peer), caplog.at_level(logging.WARNING, "engine_client.session"):
         for name in ("a", "b"):
             s.add(make_request(name))
-        keys = {frame_.ref: name for frame_, name in zip(read_all(peer, Kind.ADD, 2), "ab", strict=True)}
+        keys = {frame_.ref: name for frame_, name in zip(received(peer, Kind.ADD, 2), "ab", strict=True)}
         rows = [EngineCoreOutput(name, [1], pooling_output=Bomb()) for name in keys.values()]
         for row in (*rows, EngineCoreOutput("stranger", [1]), EngineCoreOutput("stranger", [2])):
             frame_, _ = encode_outputs(EngineCoreOutputs(0, [row]), {name: key for key, name in keys.items()})
@@ -254,7 +234,7 @@ def test_strange_rows_and_lost_values_are_logged_once(caplog: pytest.LogCaptureF
             peer.channel.send(frame_)
         ends = [output for _ in range(2) for output in s.get(DEADLOCK).outputs]
         assert [(o.request_id, o.finish_reason) for o in ends] == [("a", FinishReason.ERROR), ("b", FinishReason.ERROR)]
-        read_all(peer, Kind.ABORT, 2)
+        received(peer, Kind.ABORT, 2)
         eventually(lambda: "nobody has asked for" in caplog.text, DEADLOCK)
         assert len(caplog.records) == 2
 
@@ -267,3 +247,159 @@ def test_a_forked_copy_is_refused() -> None:
             with pytest.raises(ForeignProcessError):
                 operation()
         s.owner_pid -= 1
+
+
+def answer(peer: Peer, key: int, name: str, *tokens: int, reason: FinishReason | None = None) -> None:
+    """Send an output as an engine does."""
+    rows = [EngineCoreOutput(name, list(tokens), finish_reason=reason)]
+    frame, _ = encode_outputs(EngineCoreOutputs(peer.link.rank, rows), {name: key})
+    assert frame is not None
+    peer.channel.send(frame)
+
+
+def test_requests_and_aborts_go_to_their_ranks() -> None:
+    """Each rank gets the requests for it, and of an abort that names many only its own."""
+    with played_session(3) as (s, peers):
+        for name, rank in (("a", 0), ("b", 2), ("c", 2)):
+            s.add(make_request(name, data_parallel_rank=rank))
+        s.add(make_request("d", data_parallel_rank=1))
+        keys = {
+            rank: [frame.ref for frame in received(peers[rank], Kind.ADD, n)] for rank, n in ((0, 1), (1, 1), (2, 2))
+        }
+        s.abort(["a", "b", "c", "nobody"])
+        assert decode_abort(received(peers[0], Kind.ABORT)[0]) == keys[0]
+        assert sorted(decode_abort(received(peers[2], Kind.ABORT)[0])) == keys[2]
+        assert not list(peers[1].channel.receive())
+        answer(peers[2], keys[2][0], "b", 1)
+        answer(peers[1], keys[1][0], "d", 2)
+        assert s.get(DEADLOCK).outputs == [EngineCoreOutput("d", [2])]
+
+
+def test_outputs_of_a_stream_are_not_for_get() -> None:
+    """They wait in its own queue; taken back, its request is aborted, and what still comes of it is dropped."""
+    with session() as (s, peer):
+        key = s.in_flight.new_key()
+        queue = s.stream_queue(key)
+        s.add(make_request("a"), key, queue)
+        s.add(make_request("b"))
+        first, second = (frame.ref for frame in received(peer, Kind.ADD, 2))
+        assert first == key
+        answer(peer, first, "a", 1)
+        answer(peer, second, "b", 2)
+        assert s.get(DEADLOCK).outputs == [EngineCoreOutput("b", [2])]
+        assert queue.get(Deadline(DEADLOCK), []).outputs == [EngineCoreOutput("a", [1])]
+        s.take_back(key)
+        assert decode_abort(received(peer, Kind.ABORT)[0]) == [key]
+        answer(peer, first, "a", 1)
+        answer(peer, second, "b", 3)
+        assert s.get(DEADLOCK).outputs == [EngineCoreOutput("b", [3])]
+        s.take_back(key)
+        assert len(s.streams) == 0
+
+
+def test_statistics_that_nobody_takes_do_not_pile_up() -> None:
+    """Where there are streams only, batches of which nothing is left are dropped until somebody takes outputs."""
+    with session() as (s, peer):
+        key = s.in_flight.new_key()
+        queue = s.stream_queue(key)
+        s.add(make_request("a"), key, queue)
+        received(peer, Kind.ADD)
+        for _ in range(3):
+            answer(peer, key, "a", 1)
+        for _ in range(3):
+            queue.get(Deadline(DEADLOCK), [])
+        assert s.outputs.queue.empty()
+
+
+def test_the_requests_of_owners_that_are_gone_are_aborted() -> None:
+    """Theirs and nobody else's, on every rank."""
+    with played_session(2) as (s, peers):
+        owner = object()
+        prompt = s.check(make_request("a"))
+        for rank in (0, 1):
+            s.place(s.links[rank], make_request(f"theirs {rank}"), prompt, owner=owner)
+            s.add(make_request(f"mine {rank}", data_parallel_rank=rank))
+        s.abort_of([owner, object()])
+        for peer in peers:
+            frames: list[Frame] = []
+            eventually(
+                lambda found=frames, peer=peer: found.extend(peer.channel.receive()) or len(found) == 3, DEADLOCK
+            )  # type: ignore[misc]
+            assert [frame.kind for frame in frames] == [Kind.ADD, Kind.ADD, Kind.ABORT]
+            assert decode_abort(frames[2]) == [frames[0].ref]
+        assert sorted(s.in_flight.keys_of(["mine 0", "mine 1"]).values()) == [0, 1]
+        assert len(s.in_flight) == 2
+
+
+def test_the_loss_of_a_rank_fails_what_it_had() -> None:
+    """Its requests end with reason ERROR and the text, its streams and calls with the error; all else goes on."""
+    with played_session(2, on_engine_death="continue") as (s, peers):
+        s.add(make_request("a", data_parallel_rank=1))
+        s.add(make_request("b", data_parallel_rank=0))
+        key = s.in_flight.new_key()
+        queue = s.stream_queue(key)
+        s.add(make_request("s", data_parallel_rank=1), key, queue)
+        (frame,) = received(peers[0], Kind.ADD)
+        losses: list[int] = []
+        s.on_loss = lambda rank, ending: losses.append(rank)
+        pending = call(s, "x")
+        peers[1].link.handle.kill()
+        (output,) = s.get(DEADLOCK).outputs
+        assert (output.request_id, output.finish_reason) == ("a", FinishReason.ERROR)
+        assert str(output.stop_reason).startswith("EngineDeadError: engine core 1")
+        with pytest.raises(EngineDeadError, match="engine core 1"):
+            queue.get(Deadline(DEADLOCK), [])
+        assert isinstance(pending.replies[1].exception(DEADLOCK), EngineDeadError)
+        assert not pending.replies[0].done()
+        pending.discard()
+        answer(peers[0], frame.ref, "b", 7)
+        assert s.get(DEADLOCK).outputs == [EngineCoreOutput("b", [7])]
+        eventually(lambda: losses == [1], DEADLOCK)
+        s.add(make_request("a"))
+        assert len(received(peers[0], Kind.ADD)) == 1
+        assert (s.state, s.in_flight.count(0)) == ("running", 2)
+        with pytest.raises(EngineDeadError, match="engine core 1"):
+            s.add(make_request("c", data_parallel_rank=1))
+
+
+def test_a_request_for_an_engine_that_dies_under_it_goes_elsewhere() -> None:
+    """Where the pipe is broken in the middle of the send, another rank gets the request, and the user hears nothing."""
+    with played_session(2, on_engine_death="continue") as (s, peers):
+        s.router.choose = lambda _: s.links[1 if 1 not in s.router.closed else 0]  # type: ignore[method-assign]
+        peers[1].link.handle.kill()
+        peers[1].channel.close()
+        s.add(make_request("a"))
+        assert s.in_flight.ranks_of(s.in_flight.of_rank(0)) == {received(peers[0], Kind.ADD)[0].ref: 0}
+        assert s.in_flight.count(1) == 0
+
+
+def test_a_request_that_is_placed_behind_a_death_fails_as_the_others() -> None:
+    """The rank is dead already when the request gets into the table: it ends with the rank's error all the same."""
+    with played_session(2, on_engine_death="continue") as (s, peers):
+        link = peers[1].link
+        send = link.channel.send
+
+        def die_behind_it(frame: Frame) -> bool:
+            waiting, s.fail_requests = s.fail_requests, lambda rank: None  # type: ignore[method-assign]
+            sent = send(frame)
+            link.handle.kill()
+            eventually(link.over.done, DEADLOCK)
+            s.fail_requests = waiting  # type: ignore[method-assign]
+            return sent
+
+        link.channel.send = die_behind_it  # type: ignore[method-assign]
+        s.add(make_request("a", data_parallel_rank=1))
+        (output,) = s.get(DEADLOCK).outputs
+        assert (output.request_id, output.finish_reason) == ("a", FinishReason.ERROR)
+
+
+def test_without_any_rank_left_requests_are_refused() -> None:
+    """All are dead and none comes back: the last death is told; about to come back: the same, for now."""
+    for policy, state in (("continue", "dead"), ("restart", "running")):
+        with played_session(2, on_engine_death=policy) as (s, peers):
+            for peer in peers:
+                peer.link.handle.kill()
+            eventually(lambda s=s: s.state == "dead" or len(s.deaths) == 2, DEADLOCK)  # type: ignore[misc]
+            with pytest.raises(EngineDeadError, match="SIGKILL"):
+                s.add(make_request("a"))
+            assert s.state == state
