@@ -20,7 +20,7 @@ from engine_client.testing.inventory import key_of, marked_processes
 from helpers.clients import collect, make_request, pid_of, scripted_client
 from helpers.forks import LOCKS, check_serves, in_fork, refuse_all
 from helpers.procs import run_script, script_environment
-from helpers.scenes import methods, told
+from helpers.scenes import METHODS, told
 from helpers.timing import DEADLOCK, eventually
 
 pytestmark = [
@@ -34,8 +34,19 @@ STOP_BOUND = 6.0
 FLAGS = ("-W", "error", "-W", "ignore:This process:DeprecationWarning", "-W", "ignore:start method:RuntimeWarning")
 
 
-@methods("forkserver", "fork")
-def test_bc53_the_owner_goes_on_and_exits_while_a_copy_sleeps(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "colour"),
+    [
+        ("exec", "sync"),
+        ("exec", "async"),
+        ("exec", "dp"),
+        ("forkserver", "sync"),
+        ("fork", "sync"),
+        pytest.param("spawn", "sync", marks=pytest.mark.full),
+        pytest.param("fork", "dp", marks=pytest.mark.full),
+    ],
+)
+def test_bc53_the_owner_goes_on_and_exits_while_a_copy_sleeps(method: str, colour: str, tmp_path: Path) -> None:
     """One copy exits, one tries every call, one sleeps on: the owner's 100 requests are right, its exit is prompt."""
     times: dict[str, float] = {}
 
@@ -55,7 +66,7 @@ def test_bc53_the_owner_goes_on_and_exits_while_a_copy_sleeps(method: str, tmp_p
         from helpers.forks import check_serves, in_fork, refuse_all
         from helpers.clients import make_request, pid_of, scripted_client
         from helpers.drivers import tell
-        client = scripted_client(start_method=sys.argv[1])
+        client = scripted_client(start_method=sys.argv[1], colour=sys.argv[3])
         owner, pid = os.getpid(), pid_of(client)
         if os.fork() == 0:
             sys.exit(0)
@@ -74,6 +85,7 @@ def test_bc53_the_owner_goes_on_and_exits_while_a_copy_sleeps(method: str, tmp_p
         """,
         method,
         str(tmp_path / "told"),
+        colour,
         flags=FLAGS,
         started=watch,
     ).check()
@@ -81,8 +93,14 @@ def test_bc53_the_owner_goes_on_and_exits_while_a_copy_sleeps(method: str, tmp_p
     assert times["exit"] < 2.0, "an idle engine needs no grace"
 
 
-@pytest.mark.parametrize("way", ["sys.exit", "exception", "os._exit", "sigterm", "multiprocessing", "gc", "exec"])
-def test_bc53_however_a_copy_ends_nothing_happens_to_the_owner(way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "colour"),
+    [
+        *((way, "sync") for way in ("sys.exit", "exception", "os._exit", "sigterm", "multiprocessing", "gc", "exec")),
+        *((way, "dp") for way in ("sys.exit", "multiprocessing", "gc")),
+    ],
+)
+def test_bc53_however_a_copy_ends_nothing_happens_to_the_owner(way: str, colour: str) -> None:
     """A copy that ends with or without the interpreter's finalizers leaves engine and memory of its owner alone."""
     result = run_script(
         """
@@ -90,7 +108,7 @@ def test_bc53_however_a_copy_ends_nothing_happens_to_the_owner(way: str) -> None
         import numpy as np
         from helpers.forks import check_serves
         from helpers.clients import make_request, pid_of, scripted_client
-        client = scripted_client()
+        client = scripted_client(colour=sys.argv[2])
         pid = pid_of(client)
         kept = client.call_utility("echo", np.arange(500_000))
         way = sys.argv[1]
@@ -123,10 +141,12 @@ def test_bc53_however_a_copy_ends_nothing_happens_to_the_owner(way: str) -> None
         assert [int(array.sum()) for array in more] == [0, 500_000, 1_000_000]
         """,
         way,
+        colour,
         flags=FLAGS,
     )
     result.check()
-    assert ("here <SyncMPClient forked" in result.stdout) == (way == "multiprocessing")
+    kind = {"sync": "SyncMPClient", "dp": "DPLBAsyncMPClient"}[colour]
+    assert (f"here <{kind} forked" in result.stdout) == (way == "multiprocessing")
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
@@ -140,15 +160,22 @@ def test_bc53_a_client_as_argument_of_a_process_is_refused(method: Any) -> None:
         check_serves(client, pid, 3)
 
 
-@methods()
-def test_bc53_a_copy_of_a_copy(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "colour"),
+    [
+        ("exec", "sync"),
+        ("exec", "dp"),
+        *(pytest.param(method, "sync", marks=pytest.mark.full) for method in METHODS[1:]),
+    ],
+)
+def test_bc53_a_copy_of_a_copy(method: str, colour: str) -> None:
     """What a copy forks refuses as well; a client that a copy makes for itself works there, and ends there."""
-    with scripted_client(start_method=method) as client:
+    with scripted_client(start_method=method, colour=colour) as client:
         owner, pid = os.getpid(), pid_of(client)
 
         def use_own() -> None:
             in_fork(lambda: refuse_all(client, owner))
-            with scripted_client() as own:
+            with scripted_client(colour=colour) as own:
                 check_serves(own, pid_of(own), 3)
             refuse_all(client, owner)
 
@@ -190,11 +217,16 @@ def test_bc53_forked_while_another_thread_holds_a_lock(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "count", [15, pytest.param(150, marks=[pytest.mark.full, pytest.mark.slow, pytest.mark.stress])]
+    ("count", "colour"),
+    [
+        (15, "sync"),
+        (8, "dp"),
+        pytest.param(150, "sync", marks=[pytest.mark.full, pytest.mark.slow, pytest.mark.stress]),
+    ],
 )
-def test_bc53_forked_again_and_again_while_threads_send(count: int) -> None:
+def test_bc53_forked_again_and_again_while_threads_send(count: int, colour: str) -> None:
     """Copies forked in the middle of sends, receives and calls refuse and end; every answer of the owner is right."""
-    with scripted_client() as client:
+    with scripted_client(colour=colour) as client:
         owner, pid = os.getpid(), pid_of(client)
         over = threading.Event()
         errors: list[BaseException] = []
