@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         DPLBAsyncMPClient as DPLBAsyncMPClient,
     )
     from engine_client.clients.endpoint import Endpoint as Endpoint
+    from engine_client.clients.events import EngineEvent as EngineEvent, EventStream as EventStream
     from engine_client.clients.inproc import (
         InprocClient as InprocClient,
     )
@@ -138,6 +139,7 @@ _HOMES = {
         "StartupError",
     ),
     "engine_client.clients.endpoint": ("Endpoint",),
+    "engine_client.clients.events": ("EngineEvent", "EventStream"),
     "engine_client.launch": ("CoreEngines", "launch_core_engines"),
     "engine_client.messages": (
         "EEP_NOTIFICATION_CALL_ID",

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Union
+from typing import Any, Protocol, Union, runtime_checkable
 
 from engine_client.messages import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
 
-__all__ = ["Buffer", "EngineContext", "EngineCore", "LockStepCore", "ProcessHandle", "ProgressCallback"]
+__all__ = ["Buffer", "EngineContext", "EngineCore", "LockStepCore", "PausableCore", "ProcessHandle", "ProgressCallback"]
 
 Buffer = Union[bytes, bytearray, memoryview]
 ProgressCallback = Callable[[str, int, int], None]
@@ -87,6 +87,14 @@ class LockStepCore(EngineCore, Protocol):
 
     def execute_dummy_batch(self) -> None:
         """Run a step without requests, for the sake of other ranks."""
+
+
+@runtime_checkable
+class PausableCore(Protocol):
+    """An engine that can tell whether it is paused; the loop shows that on the status page."""
+
+    def pause_state(self) -> tuple[bool, bool]:
+        """Return whether the engine sleeps, and whether its scheduler is paused."""
 
 
 class ProcessHandle(Protocol):

@@ -16,10 +16,11 @@ client is made inside or outside of one, and outlives it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, Final, TypeVar
 
 from engine_client.clients.aio_streams import AsyncOutputStream, next_outputs
+from engine_client.clients.events import EngineEvent
 from engine_client.clients.fan_out import LARGE_REPLY, FanOut
 from engine_client.clients.link import EngineLink
 from engine_client.clients.mailbox import Mailboxes
@@ -32,6 +33,11 @@ from engine_client.messages import EngineCoreOutputs, EngineCoreRequest
 from engine_client.protocol.wire import PING
 
 __all__ = ["AsyncMPClient"]
+
+T = TypeVar("T")
+
+_LOOK: Final = 0.05
+"""Seconds between looks for events of engines."""
 
 
 class AsyncMPClient(AsyncUtilities, MPClient):
@@ -150,6 +156,19 @@ class AsyncMPClient(AsyncUtilities, MPClient):
         key = session.in_flight.new_key()
         return AsyncOutputStream(self, session, key, request, session.stream_queue(key))
 
+    async def engine_events_async(self) -> AsyncIterator[EngineEvent]:
+        """Iterate over what becomes of the engines: first the state of each, then every change."""
+        with self.engine_events() as events:
+            while True:
+                try:
+                    event = events.poll()
+                except StopIteration:
+                    return
+                if event is None:
+                    await asyncio.sleep(_LOOK)
+                else:
+                    yield event
+
     async def call_utility_async(
         self, method: str, *args: Any, timeout: float | None = None, ranks: Iterable[int] | None = None
     ) -> Any:
@@ -207,4 +226,9 @@ class AsyncMPClient(AsyncUtilities, MPClient):
                 raise fan_out.timeout_error(deadline)
         if fan_out.size < LARGE_REPLY:
             return fan_out.values()
-        return await asyncio.get_running_loop().run_in_executor(None, fan_out.values)
+        return await self._on_a_thread(fan_out.values)
+
+    @staticmethod
+    async def _on_a_thread(function: Callable[..., T], *args: Any) -> T:
+        """Return ``function(*args)``, which would hold up the loop; the thread is the loop's own."""
+        return await asyncio.get_running_loop().run_in_executor(None, function, *args)

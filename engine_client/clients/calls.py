@@ -147,6 +147,10 @@ class PendingCalls:
             reply.set_result(result)
         return True
 
+    def has_rank(self, rank: int) -> bool:
+        """Tell whether a call to an engine waits for its reply."""
+        return any(reply.rank == rank for reply in list(self.replies.values()))
+
     def fail_rank(self, rank: int, make_error: Callable[[], BaseException]) -> None:
         """End every call to one engine with an error of its own."""
         for call_id, reply in list(self.replies.items()):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine_client.clients.aio import AsyncMPClient
+from engine_client.ipc.group_page import MOST_RANKS
 from engine_client.messages import EngineCoreOutputs
 
 __all__ = ["DPAsyncMPClient", "DPLBAsyncMPClient"]
@@ -51,3 +52,38 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         notification_data: tuple[str, int],
     ) -> None:
         """Do nothing: engines that join or leave say so by READY and GOODBYE (the reference has messages for it)."""
+
+    async def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
+        """Change the number of ranks while requests are served; none is lost.
+
+        New ranks get requests as soon as they are ready.  Ranks that leave, which are those with the highest numbers,
+        get no more and finish what they have first; their outputs may be taken later.  Cancelling the await does not
+        undo the change.
+
+        Args:
+            new_data_parallel_size: how many ranks there are to be.
+
+        Raises:
+            TypeError, ValueError: that is no number of ranks.
+            RuntimeError: another change is under way.
+            StartupError: a new rank did not come up; everything is as it was.
+            EngineDeadError: the client ended meanwhile.
+        """
+        size = new_data_parallel_size
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"new_data_parallel_size must be a number of ranks, not {size!r}")
+        if not 1 <= size <= MOST_RANKS:
+            raise ValueError(f"new_data_parallel_size must be 1 to {MOST_RANKS}, not {size}")
+        if self._session.is_guest:
+            raise NotImplementedError("the engines belong to the process that has launched them, which alone can scale")
+        await self._on_a_thread(self._scale, size)
+
+    def _scale(self, size: int) -> None:
+        joined, left = self._elastic.scale(size)
+        cache = self.vllm_config.cache_config
+        self.responses.update(joined)
+        cache.num_gpu_blocks += sum(response.num_gpu_blocks for response in joined.values())
+        cache.num_gpu_blocks -= sum(self.responses.pop(rank).num_gpu_blocks for rank in left)
+        self.vllm_config.parallel_config.data_parallel_size = size
+        self.engine_ranks_managed = sorted(self._session.links)
+        self.core_engines = [rank.to_bytes(2, "little") for rank in self.engine_ranks_managed]

@@ -74,7 +74,7 @@ def death_of(link: EngineLink, exitcode: int | None, fault: BaseException | None
     if link.farewell is not None and cause is None:
         message = f"{link.title} was shut down ({link.farewell}): start a new client to go on"
         return Ending(message, in_order=True, rank=link.rank, pid=link.pid, exit_name=name)
-    parts = [f"{link.title} died: {_reason(cause, name, phase)}"]
+    parts = [_sentence(link, cause, name, phase)]
     stacks = link.read_stacks()
     if exitcode == -9 and cause is None:  # else it was us who killed what was left
         parts.append(memory_hint())
@@ -93,6 +93,17 @@ def death_of(link: EngineLink, exitcode: int | None, fault: BaseException | None
         exit_name=name,
         remote_traceback=traceback or stacks,
     )
+
+
+def _sentence(link: EngineLink, cause: BaseException | None, name: str, phase: str) -> str:
+    if link.is_foreign and link.last_words is None and link.handle.is_alive():
+        return (
+            f"{link.title} serves this front-end no longer, though it runs ({name_and_text(cause) if cause else name}): "
+            "one that reads nothing is cut off once ClientOptions.backlog_limit bytes wait for it and others are served"
+        )
+    if link.is_foreign and cause is None:
+        return f"{link.title} died; the process that has launched it knows how"
+    return f"{link.title} died: {_reason(cause, name, phase)}"
 
 
 def _reason(cause: BaseException | None, name: str, phase: str) -> str:

@@ -2,32 +2,33 @@
 
 ::
 
-    launcher: make_endpoint ─▶ Endpoint ──(multiprocessing arguments, or pass_fds)──▶ front-end: take ─▶ EngineLink …
+    launcher: FrontEnds ─▶ Endpoint ──(multiprocessing arguments, or pass_fds)──▶ front-end: take, disown ─▶ EngineLink …
 
 It consists of open descriptors and a description of them, so it travels only while the front-end's process is being
-started.  An endpoint is for one front-end, once.
+started.  An endpoint is for one front-end, once; the first that takes it seals its memory, which all copies share.
 
-Invariants: I5 (a descriptor is the endpoint's until it is taken), I11.
+Invariants: I5 (a descriptor is the endpoint's until it is disowned), I11.
 
 Threads: used by one thread at a time.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from engine_client.ipc.descriptors import above_stdio, close_all
 from engine_client.messages import EngineCoreReadyResponse
 
-__all__ = ["Endpoint", "RankEnd"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-_mine: weakref.WeakSet[Endpoint] = weakref.WeakSet()
-"""The endpoints whose descriptors are open in this process: those it made, or inherited by fork."""
+__all__ = ["Endpoint", "RankEnd"]
 
 
 @dataclass(frozen=True)
@@ -58,40 +59,75 @@ class Endpoint:
     """One front-end's access to launched engines; give it as ``client_addresses``.
 
     Hand it to the front-end's process as an argument of ``multiprocessing.Process``, or start that process with
-    ``pass_fds=endpoint.pass_fds`` and let it call ``Endpoint.from_text(text)`` with ``str(endpoint)``.
+    ``pass_fds=endpoint.pass_fds`` and let it call ``Endpoint.from_text(text)`` with ``str(endpoint)``.  When the process
+    is started the launcher may ``close`` its own copy (``with endpoint: process.start()`` does so), which gives back the
+    memory of a front-end as soon as that ends.
 
     Args:
         index: of the front-end.
         count: how many front-ends these engines have.
         arena_out: memory that the front-end writes big buffers to.
         ranks: of the engines.
-        launcher_pid: of the process that has made this.
+        group: memory of the page of ranks in lock-step; None for independent ones.
+        main: how the launcher's main file can be run, as ``describe_main`` returns it.
+        launcher_pid: of the process that has launched the engines.
     """
 
-    def __init__(self, index: int, count: int, arena_out: int, ranks: Iterable[RankEnd], launcher_pid: int) -> None:
+    def __init__(
+        self,
+        index: int,
+        count: int,
+        arena_out: int,
+        ranks: Iterable[RankEnd],
+        *,
+        group: int | None,
+        main: dict[str, str],
+        launcher_pid: int,
+    ) -> None:
         self.index = index
         self.count = count
         self.arena_out = arena_out
         self.ranks = tuple(ranks)
+        self.group = group
+        self.main = main
         self.launcher_pid = launcher_pid
-        self._open = list(self.pass_fds)  # those that are this object's to close
+        self._maker_pid = os.getpid()
+        self._is_taken = False
+        self._open = list(self._fds())  # those that are this object's to close
+        self._inodes = [os.fstat(fd).st_ino for fd in self._open]
         _mine.add(self)
 
     def __repr__(self) -> str:
-        state = "open" if self._open else "taken or closed"
+        state = "taken" if self._is_taken else "open" if self._open else "closed"
         return f"<Endpoint {self.index} of {self.count} {state} ranks={[end.rank for end in self.ranks]}>"
 
     def __del__(self) -> None:
         close_all(getattr(self, "_open", []))
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fds(self) -> tuple[int, ...]:
+        group = () if self.group is None else (self.group,)
+        return (self.arena_out, *group, *(fd for end in self.ranks for fd in (end.channel, end.arena_in, end.page)))
+
     @property
     def pass_fds(self) -> tuple[int, ...]:
-        """Return the descriptors, for ``subprocess.Popen(pass_fds=…)``."""
-        return (self.arena_out, *(fd for end in self.ranks for fd in (end.channel, end.arena_in, end.page)))
+        """Return the descriptors, for ``subprocess.Popen(pass_fds=…)``.
+
+        Raises:
+            ValueError: they were taken or closed.
+        """
+        self._check_open()
+        return self._fds()
 
     def __str__(self) -> str:
         ranks = [asdict(end) for end in self.ranks]
-        return json.dumps([self.index, self.count, self.arena_out, ranks, self.launcher_pid])
+        own = [self.index, self.count, self.arena_out, self.group, self.main, self.launcher_pid]
+        return json.dumps([*own, ranks, self._inodes])
 
     @classmethod
     def from_text(cls, text: str, fds: Sequence[int] | None = None) -> Endpoint:
@@ -102,25 +138,24 @@ class Endpoint:
             fds: the numbers that the descriptors have here, in the order of ``pass_fds``; None: the same.
 
         Raises:
-            ValueError: the text is no endpoint's, or the descriptors were not inherited.
+            ValueError: the text is no endpoint's, was used before, or the descriptors were not inherited.
         """
+        if fds is None and (os.getpid(), text) in _texts:
+            raise ValueError("an endpoint was made from this text already: use that one")
         try:
-            index, count, arena_out, ranks, launcher_pid = json.loads(text)
+            index, count, arena_out, group, main, launcher_pid, ranks, inodes = json.loads(text)
             ends = [RankEnd(**end) for end in ranks]
-            fds = fds or [arena_out, *(fd for end in ends for fd in (end.channel, end.arena_in, end.page))]
-            for fd in fds:
-                os.set_inheritable(fd, False)
-            take = iter(fds)
-            arena_out = next(take)
-            ends = [replace(end, channel=next(take), arena_in=next(take), page=next(take)) for end in ends]
-        except OSError as error:
-            raise ValueError(
-                f"the descriptors of this endpoint were not inherited ({error}): start the process with "
-                "pass_fds=endpoint.pass_fds"
-            ) from None
+            shape = [arena_out, *([] if group is None else [group])]
+            shape += [fd for end in ends for fd in (end.channel, end.arena_in, end.page)]
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"this is no endpoint's text: {error}") from None
-        return cls(index, count, arena_out, ends, launcher_pid)
+        take = iter(_checked(shape if fds is None else fds, inodes))
+        arena_out, group = next(take), None if group is None else next(take)
+        ends = [replace(end, channel=next(take), arena_in=next(take), page=next(take)) for end in ends]
+        endpoint = cls(index, count, arena_out, ends, group=group, main=main, launcher_pid=launcher_pid)
+        if fds is None:
+            _texts.add((os.getpid(), text))
+        return endpoint
 
     def __reduce__(self) -> Any:
         from multiprocessing.context import get_spawning_popen  # noqa: PLC0415  # needed for this alone
@@ -131,27 +166,32 @@ class Endpoint:
                 "an endpoint can be pickled only while a process is being started: give it to multiprocessing.Process "
                 "as an argument, or start the process with pass_fds=endpoint.pass_fds"
             )
-        self._check_open()
         return _rebuild, (str(self), [DupFd(fd) for fd in self.pass_fds])
 
     def _check_open(self) -> None:
-        if not self._open:
-            raise ValueError(f"endpoint {self.index} was used or closed already; each front-end needs one of its own")
+        if self._is_taken or not self._open:
+            raise ValueError(_USED.format(self.index))
 
-    def take(self) -> Endpoint:
-        """Return copies of the descriptors, whose owner is the caller; this endpoint and all others here are closed.
+    def take(self) -> None:
+        """Make the caller the one who uses the descriptors: each is its own once disowned, ``close`` closes the rest.
 
-        A process that was forked has the endpoints of other front-ends, too, which it must not keep open.
+        A process that was forked has the endpoints of other front-ends, too; these are closed.
 
         Raises:
-            ValueError: it was taken or closed before.
+            ValueError: it was used or closed before, here or in another process.
         """
         self._check_open()
-        fds, self._open = self._open, []
-        if os.getpid() != self.launcher_pid:
+        try:
+            fcntl.fcntl(self.arena_out, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+        except PermissionError:  # there is such a seal already
+            raise ValueError(_USED.format(self.index)) from None
+        except (AttributeError, OSError):
+            pass  # safe because it is only the sentence above that is missing where there are no seals
+        self._is_taken = True
+        if self.launcher_pid != os.getpid():
             for other in list(_mine):
-                other.close()
-        return Endpoint.from_text(str(self), fds)
+                if other is not self and other._maker_pid != os.getpid():
+                    other.close()
 
     def disown(self, fd: int) -> int:
         """Return a descriptor that has another owner from now on."""
@@ -161,6 +201,31 @@ class Endpoint:
     def close(self) -> None:
         """Close the descriptors; idempotent.  Those of processes that have them stay open."""
         close_all(self._open)
+
+
+_USED: Final = "endpoint {} was used or closed already; each front-end needs one of its own"
+
+_mine: weakref.WeakSet[Endpoint] = weakref.WeakSet()
+"""The endpoints in this process: those it made, was given, or inherited by fork."""
+
+_texts: set[tuple[int, str]] = set()
+"""Those that endpoints were made from, with the process that did it: a second one would close what the first one has."""
+
+
+def _checked(fds: Sequence[int], inodes: Sequence[int]) -> Sequence[int]:
+    """Return descriptors, closed at exec, if they are those that are meant."""
+    try:
+        for fd, inode in zip(fds, inodes, strict=True):
+            if os.fstat(fd).st_ino != inode:
+                raise OSError(f"descriptor {fd} is another one")
+        for fd in fds:
+            os.set_inheritable(fd, False)
+    except OSError as error:
+        raise ValueError(
+            f"the descriptors of this endpoint were not inherited ({error}): start the process with "
+            "pass_fds=endpoint.pass_fds"
+        ) from None
+    return fds
 
 
 def _rebuild(text: str, passed: list[Any]) -> Endpoint:

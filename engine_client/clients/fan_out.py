@@ -7,7 +7,6 @@ Threads: a ``FanOut`` belongs to the caller; the replies in it are ended by the 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable
 from contextlib import suppress
 from itertools import zip_longest
@@ -17,7 +16,6 @@ from engine_client.clients.calls import PendingCalls, Reply
 from engine_client.clients.link import EngineLink
 from engine_client.deadline import Deadline
 from engine_client.errors import EngineStalledError, RemoteCallError
-from engine_client.ipc.status_page import EngineStatus
 from engine_client.protocol.exception_fields import text_of
 from engine_client.protocol.wire import Frame, decode_reply
 
@@ -93,7 +91,7 @@ class FanOut:
 
     def stalled_error(self, deadline: Deadline) -> EngineStalledError:
         """Return the error of a question about health that was not answered in time."""
-        doing = "; ".join(f"{link.title}: {_describe(link.status.snapshot())}" for link in self.late)
+        doing = "; ".join(f"{link.title}: {link.status.snapshot().describe()}" for link in self.late)
         return EngineStalledError(f"the engine is not responding: no answer within {deadline.timeout:g} s; {doing}")
 
     @property
@@ -118,14 +116,6 @@ class FanOut:
                 _annotate(fault, first.rank, f"Raised by {failed}, of {len(self.links)} engines.")
             raise fault
         return values
-
-
-def _describe(status: EngineStatus) -> str:
-    """Tell what an engine was last seen doing: busy in a step, or nothing."""
-    load = f"{status.running} requests running, {status.waiting} waiting"
-    if status.is_in_step:
-        return f"it has been in one step for {time.monotonic() - status.step_began_at:.1f} s ({load})"
-    return f"it is not in a step ({load})"
 
 
 def value_of(frame: Frame) -> Any:

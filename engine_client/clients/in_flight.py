@@ -171,8 +171,13 @@ class InFlight:
             self._settle()
             return {key: self._ranks[key] for key, owner in self._owners.items() if owner == me}
 
+    def arrived(self, keys: Iterable[int]) -> None:
+        """Note that the last outputs of these requests are here, so that their ranks have nothing to do for them."""
+        for key in keys:
+            self._of_rank.get(self._ranks.get(key, 0), set()).discard(key)
+
     def of_rank(self, rank: int) -> list[int]:
-        """Return the keys of the requests that a rank has."""
+        """Return the keys of the requests that a rank has not finished."""
         with self._lock:
             self._settle()
             return list(self._of_rank.get(rank, ()))
@@ -183,7 +188,7 @@ class InFlight:
             return {key: self._ranks[key] for key in keys if key in self._ranks}
 
     def count(self, rank: int) -> int:
-        """Return how many requests a rank has."""
+        """Return how many requests a rank has not finished."""
         self._settle()
         return len(self._of_rank.get(rank, ()))
 

@@ -75,6 +75,11 @@ class EngineLink:
         """Return how messages name this engine."""
         return f"engine core {self.rank} (pid {self.pid})"
 
+    @property
+    def is_foreign(self) -> bool:
+        """Tell whether another process has launched this engine, which is then not this one's to end."""
+        return isinstance(self.handle, ForeignHandle)
+
     def read_stacks(self) -> str:
         """Return what ``faulthandler`` wrote in the engine; empty when nothing."""
         if self.faults not in self._fds:
@@ -89,6 +94,8 @@ class EngineLink:
 
     def close(self) -> None:
         """Release everything but the process; idempotent.  Views that the user still holds stay readable."""
+        if self.is_foreign:
+            self.channel.hang_up()  # its launcher may have a copy of this end
         self.channel.close()
         self.arena.close()
         self.status.close()

@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from engine_client.clients.base import EngineCoreClient
 from engine_client.clients.caller import Caller
-from engine_client.clients.endpoint import Endpoint
+from engine_client.clients.conditions import conditions
+from engine_client.clients.elastic import Elastic
+from engine_client.clients.events import EventStream
 from engine_client.clients.front_ends import FrontEnds
-from engine_client.clients.guest import announce, attach
+from engine_client.clients.guest import announce, attach, check_endpoint
+from engine_client.clients.restart import Restarter
 from engine_client.clients.session import Session
 from engine_client.clients.starter import Starter
 from engine_client.config import ClientOptions, ready_timeout, shutdown_grace
@@ -153,6 +156,9 @@ class MPClient(EngineCoreClient):
         links = self._starter.launch(session, self.engine_ranks_managed, self._front_ends)
         self.responses = self._starter.make_ready(links, deadline)
         session.group.record_descendants()
+        self._elastic = Elastic(session, self._starter)
+        if self.options.on_engine_death == "restart":
+            session.on_loss = Restarter(session, self._elastic).lost
         self._serve(session, self.responses)
         return session
 
@@ -162,21 +168,19 @@ class MPClient(EngineCoreClient):
         session.max_model_len = self.vllm_config.model_config.max_model_len
         session.serve()
 
-    def _attach(self, endpoint: Any) -> Session:
+    def _attach(self, addresses: Any) -> Session:
         """Use engines that another process has launched."""
-        if not isinstance(endpoint, Endpoint):
-            raise TypeError(
-                f"client_addresses must be an endpoint of launch_core_engines, not {type(endpoint).__name__}: "
-                "addresses of sockets mean nothing here"
-            )
+        endpoint = check_endpoint(addresses)
         session = Session(self.options, _dead_flag(self.resources), start=endpoint.index)
-        session.is_guest = True
         self.resources.session = session
-        taken = attach(session, endpoint, self.options)
-        self.engine_ranks_managed = [end.rank for end in taken.ranks]
+        one_only = is_balanced_outside(self.vllm_config.parallel_config)
+        ends = attach(session, endpoint, self.engine_ranks_managed if one_only else None)
+        self.client_count, self.client_index = endpoint.count, endpoint.index
+        self.engine_ranks_managed = [end.rank for end in ends]
         self.core_engines = [rank.to_bytes(2, "little") for rank in self.engine_ranks_managed]
         self.core_engine = self.core_engines[0]
-        self._serve(session, {end.rank: end.ready_response() for end in taken.ranks})
+        self.vllm_config.cache_config.num_gpu_blocks = None  # the launcher, whose copy it may be, has added them up
+        self._serve(session, {end.rank: end.ready_response() for end in ends})
         announce(session)
         return session
 
@@ -241,7 +245,16 @@ class MPClient(EngineCoreClient):
     def engine_status(self) -> list[EngineStatus]:
         """Return what each engine's status page says, without asking the engines."""
         self._session.refuse_copies()
-        return [link.status.snapshot() for link in self._session.links.values()]
+        return [status for status, _ in conditions(self._session)]
+
+    def engine_events(self) -> EventStream:
+        """Return an iterator over what becomes of the engines: first the state of each, then every change."""
+        self._session.refuse_copies()
+        session = self._session
+        return EventStream(
+            session.events,
+            lambda: [(status.rank, status.condition, detail) for status, detail in conditions(session)],
+        )
 
     def allocate(self, nbytes: int) -> memoryview:
         """Return writable shared memory, to be filled in place and sent without a copy.
@@ -292,11 +305,15 @@ def managed_ranks(parallel_config: Any) -> list[int]:
     size = parallel_config.data_parallel_size
     if size == 1:
         return [getattr(parallel_config, "data_parallel_index", 0)]
-    if getattr(parallel_config, "data_parallel_external_lb", False) or (
-        getattr(parallel_config, "data_parallel_rank_local", None) is not None
-    ):
-        return [parallel_config.data_parallel_rank]
-    return list(range(size))
+    return [parallel_config.data_parallel_rank] if is_balanced_outside(parallel_config) else list(range(size))
+
+
+def is_balanced_outside(parallel_config: Any) -> bool:
+    """Tell whether somebody else chooses among ranks, each of which has a client of its own."""
+    return parallel_config.data_parallel_size > 1 and (
+        getattr(parallel_config, "data_parallel_external_lb", False)
+        or getattr(parallel_config, "data_parallel_rank_local", None) is not None
+    )
 
 
 def needs_lock_step(vllm_config: Any) -> bool:

@@ -43,13 +43,15 @@ class Router:
         """Return the engines that take requests and calls."""
         return [link for rank, link in list(self._links.items()) if rank not in self.closed]
 
-    def links_of(self, ranks: Iterable[int] | None) -> list[EngineLink]:
+    def links_of(self, ranks: Iterable[int] | None, *, closed_too: bool = False) -> list[EngineLink]:
         """Return the engines of these ranks; None: all that are open.
 
         Raises:
             ValueError: there is no such rank.
         """
-        return self.open_links() if ranks is None else [self._link_of(rank) for rank in ranks]
+        if ranks is None:
+            return self.open_links()
+        return [self._links[rank] if closed_too and rank in self._links else self._link_of(rank) for rank in ranks]
 
     def choose(self, request: Any) -> EngineLink | None:
         """Return the engine that gets a request: the one it asks for, or the least loaded; None if there is none.

@@ -17,27 +17,30 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Final
 
+from engine_client.clients.delivery import deliver
 from engine_client.clients.endings import Ending, closed_ending, death_of
+from engine_client.clients.events import EngineEvent, Events
 from engine_client.clients.link import EngineLink
 from engine_client.clients.traffic import EXIT_TIMEOUT, JOIN_TIMEOUT, Traffic
 from engine_client.config import ClientOptions, shutdown_grace
 from engine_client.deadline import Deadline
-from engine_client.errors import RemoteCallError, RemoteProtocolError
+from engine_client.errors import RemoteProtocolError
 from engine_client.ipc.arena import MAX_PARTIES, ArenaWriter, create_memory
 from engine_client.ipc.group import Group
 from engine_client.ipc.handle import ChildHandle
 from engine_client.ipc.latch import Latch
 from engine_client.ipc.process_group import ProcessGroup
 from engine_client.ipc.reader import ReaderThread, is_reader_thread
-from engine_client.protocol.framing import Flag, Kind
-from engine_client.protocol.lifecycle import Action, Event
-from engine_client.protocol.wire import Frame, decode_dead, decode_text, encode_text
+from engine_client.protocol.framing import Kind
+from engine_client.protocol.lifecycle import Event
+from engine_client.protocol.wire import Frame, encode_text
 
 __all__ = ["Session"]
 
@@ -71,10 +74,10 @@ class Session(Traffic):
         self.is_guest = False  # the engines are another process's, which ends them
         self.lock_step: Group | None = None  # of ranks that step together, and end together
         self.leaving: set[int] = set()  # ranks whose end is wanted
+        self.events = Events()
         self.on_loss: Callable[[int, Ending], None] = lambda rank, ending: None  # told of a rank that others survive
         self._running: set[int] = set()  # ranks whose process has not ended; reader thread only
-        self._quiet = False
-        self._releasing = False
+        self._quiet = self._releasing = False
         self._lock = threading.RLock()  # guards _ending, _closing, _quiet and _releasing
         _sessions.add(self)
 
@@ -99,13 +102,9 @@ class Session(Traffic):
         Raises:
             OSError: memory or descriptors have run out.
         """
-        fd = create_memory("engine-requests")
-        try:
-            parties = MAX_PARTIES if len(ranks) > 1 else max(ranks) + 1
-            self.writer = ArenaWriter(fd, limit=self.options.arena_limit, parties=parties)
-        except BaseException:
-            os.close(fd)
-            raise
+        parties = MAX_PARTIES if len(ranks) > 1 else max(ranks) + 1
+        # Nothing can fail between the two.
+        self.writer = ArenaWriter(create_memory("engine-requests"), limit=self.options.arena_limit, parties=parties)
         if lock_step:
             self.lock_step = Group(ranks)
 
@@ -117,6 +116,10 @@ class Session(Traffic):
         medium = "the pipe" if self.writer is None else self.writer.medium
         threshold = self.options.arena_threshold
         _log.info("%s: buffers of %d bytes and more travel through %s", link.title, threshold, medium)
+
+    def tell(self, rank: int, state: str, detail: str = "") -> None:
+        """Tell those who listen to events."""
+        self.events.tell(EngineEvent(rank, state, detail, time.monotonic()))
 
     def serve(self) -> None:
         """Start the reader, once all engines are ready."""
@@ -188,6 +191,7 @@ class Session(Traffic):
                 return False
             self._ending = ending
         self._on_end()
+        self.events.end()
         if self._quiet:
             self.outputs.end(ending.error, wake=False)
             self.streams.end(ending.error, wake=False)
@@ -234,34 +238,12 @@ class Session(Traffic):
         """Deliver frames; one that cannot be used fails what it belongs to, never the reader."""
         for frame in frames:
             try:
-                self._take(self.links[rank], frame)
+                limit = deliver(self, self.links[rank], frame, is_quiet=self._quiet, grace=self.grace)
+                if limit is not None:
+                    self._reader.set_deadline(rank, limit)
             except Exception as error:  # noqa: BLE001  # a batch that cannot be decoded: whose was it?
                 self._die(rank, RemoteProtocolError(f"a frame cannot be used: {type(error).__name__}: {error}"))
                 return
-
-    def _take(self, link: EngineLink, frame: Frame) -> None:
-        kind = frame.kind
-        if link.life.received(kind) is Action.IGNORE:
-            return
-        if self._quiet and kind in (Kind.OUTPUTS, Kind.REPLY):
-            return
-        if kind == Kind.OUTPUTS:
-            self._take_outputs(link, frame)
-        elif kind == Kind.REPLY:
-            if not self.calls.settle(frame.ref, result=frame) and frame.flags & Flag.FAILED:
-                _log.warning("a utility call that its caller gave up has failed in %s", link.title)
-        elif kind == Kind.DEAD:
-            self._take_last_words(link, frame)
-        elif kind == Kind.GOODBYE:
-            link.farewell = str(decode_text(frame))
-            self._reader.set_deadline(link.rank, Deadline(self.grace))
-
-    def _take_last_words(self, link: EngineLink, frame: Frame) -> None:
-        try:
-            link.last_words = decode_dead(frame)
-        except Exception as error:  # noqa: BLE001  # a cause that cannot be decoded is still a death
-            link.last_words = RemoteCallError(f"its last words cannot be decoded: {error}"), "serving"
-        self._reader.set_deadline(link.rank, Deadline(EXIT_TIMEOUT))
 
     def on_end(self, rank: int, error: BaseException | None) -> None:
         """Take the end of a stream: at once when it is broken, else when the process ends, which is due now."""
@@ -326,6 +308,7 @@ class Session(Traffic):
         self._running.discard(link.rank)
         if link.rank not in self.leaving:
             _log.error("%s", ending.message)
+            self.tell(link.rank, "dead", ending.message)
         self._reader.remove(link.rank)
         self.calls.fail_rank(link.rank, ending.error)
         self.fail_requests(link.rank)
@@ -336,6 +319,30 @@ class Session(Traffic):
             self.writer.reclaim(link.rank)
         link.close()
         self.on_loss(link.rank, ending)
+
+    # -- ranks that come and go ----------------------------------------------------------------------------------------
+
+    def forget(self, rank: int) -> None:
+        """Let go of an engine that has ended and was not asked back; unknown ones are ignored."""
+        self._reader.remove(rank)
+        link = self.links.pop(rank, None)
+        self.leaving.discard(rank)
+        self.group.forget(rank)
+        if link is not None:
+            link.over.set_result(None)
+            link.close()
+        if rank not in self.deaths:
+            self.router.closed.discard(rank)
+
+    def give_up(self, rank: int, ending: Ending) -> None:
+        """Note that a dead rank stays dead; the client ends with the last one."""
+        self.tell(rank, "dead", ending.message)
+        if not self.router.open_links() and self._end(ending):
+            self._release(Deadline(JOIN_TIMEOUT))
+
+    def await_end(self, timeout: float) -> bool:
+        """Wait for the end, at most ``timeout`` seconds; return whether it has come."""
+        return self._ended.wait(timeout) or self.state != "running"
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()

@@ -129,7 +129,7 @@ def launch_engine(
             options.start_method,
             name=f"engine-core-{rank}",
             fds=EngineFds(theirs, held, page, faults, writer.fd, results, group, front_ends.connect(rank)),
-            parent_fds=(ours, lifeline, *front_ends.own_fds(rank)),
+            parent_fds=(ours, lifeline, *front_ends.own_fds()),
         )
         undo.pop_all()
         front_ends.launched()

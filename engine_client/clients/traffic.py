@@ -362,7 +362,12 @@ class Traffic:
         """Let those go on who waited for room."""
         self.room.wake()
 
-    def _take_outputs(self, link: EngineLink, frame: Frame) -> None:
+    def take_outputs(self, link: EngineLink, frame: Frame) -> None:
+        """Give the outputs of a step to streams, and the rest to ``get``.
+
+        Raises:
+            Exception: not even the keys can be decoded.
+        """
         columns = decode_columns(frame)
         if columns.strays:
             names = ", ".join(columns.strays)

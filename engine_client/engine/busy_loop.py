@@ -35,7 +35,7 @@ from engine_client.engine.gate import Gate
 from engine_client.engine.lock_step import Alone, Pace
 from engine_client.engine.utility_calls import UtilityCalls
 from engine_client.errors import EngineDeadError
-from engine_client.interfaces import EngineCore
+from engine_client.interfaces import EngineCore, PausableCore
 from engine_client.ipc.status_page import StatusWriter
 from engine_client.ipc.user_main import decoding
 from engine_client.ipc.wakeup import Wakeup
@@ -249,7 +249,14 @@ class BusyLoop:
     def _before_reply(self) -> None:
         """Do what a utility's answer must not overtake: its outputs go out, and what it started is known."""
         self._look_around()
+        self._tell_pause()
         self._send_outputs(self._engine.take_outputs())
+
+    def _tell_pause(self) -> None:
+        """Say on the status page whether the engine sleeps or is paused; only a utility changes that."""
+        if isinstance(self._engine, PausableCore):
+            is_sleeping, is_paused = self._engine.pause_state()
+            self._status.set_flags(is_sleeping=is_sleeping, is_paused=is_paused)
 
     def _add(self, front_end: FrontEnd, frame: Frame) -> None:
         key = frame.ref

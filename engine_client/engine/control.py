@@ -178,6 +178,10 @@ class EngineControl:
         """Tell whether the engine sleeps at any level, or is paused."""
         return self.is_scheduler_paused() or self.model_executor.is_sleeping
 
+    def pause_state(self) -> tuple[bool, bool]:
+        """Return whether the engine sleeps, and whether its scheduler is paused."""
+        return self.model_executor.is_sleeping, self.is_scheduler_paused()
+
     # -- caches --------------------------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:

@@ -86,7 +86,8 @@ class Alone:
 class LockStep:
     """The pace of one rank of a group.
 
-    A rank that comes to a group which has been at work takes over its numbers; the group must be idle meanwhile.
+    A rank that is not a member yet, or no more, sleeps.  One that comes to a group which has been at work takes over
+    its numbers the next time that it looks; the group must be idle meanwhile.
 
     Args:
         engine: of this rank; it is told how to find out whether the group is idle.
@@ -94,36 +95,42 @@ class LockStep:
 
     Raises:
         TypeError: the engine cannot make dummy steps.
-        ValueError: this rank is not among the members.
     """
 
     def __init__(self, engine: EngineCore, member: GroupMember) -> None:
         if not callable(getattr(engine, "execute_dummy_batch", None)):
             raise TypeError(f"{type(engine).__name__} has no execute_dummy_batch, so it cannot run in lock-step")
-        mask = member.members()
-        if not mask >> member.rank & 1:
-            raise ValueError(f"rank {member.rank} is not among the members of its group ({mask:#x})")
         self._engine = cast("LockStepCore", engine)
         self._member = member
-        self._waves = Waves(member, *_numbers(member))
-        self._engine.group_is_idle = self._waves.is_group_idle
+        self._waves: Waves | None = None
+        self._engine.group_is_idle = lambda: not self.is_needed
+        self._take_part()
 
     def __repr__(self) -> str:
         return f"<LockStep {self._waves!r}>"
 
+    def _take_part(self) -> Waves | None:
+        """Return this rank's part in the waves; None while it is not a member."""
+        if not self._member.members() >> self._member.rank & 1:
+            self._waves = None
+        elif self._waves is None:
+            self._waves = Waves(self._member, *_numbers(self._member))
+        return self._waves
+
     @property
     def is_needed(self) -> bool:
         """Tell whether a wave runs, or was started and this rank is yet to join."""
-        return not self._waves.is_group_idle()
+        return self._waves is not None and not self._waves.is_group_idle()
 
     @property
     def completed_wave(self) -> int | None:
         """Return the number of the wave that was completed last, on the lowest rank alone."""
-        return self._waves.wave - 1 if self._waves.is_lowest() else None
+        return self._waves.wave - 1 if self._waves is not None and self._waves.is_lowest() else None
 
     def look(self, *, has_work: bool) -> Action:
         """Return what to do now."""
-        return self._waves.look(has_work=has_work)
+        waves = self._take_part()
+        return Action.SLEEP if waves is None else waves.look(has_work=has_work)
 
     def fill(self) -> None:
         """Run a dummy batch: the other ranks' steps may need it."""
@@ -131,15 +138,20 @@ class LockStep:
 
     def stepped(self, *, unfinished: bool) -> None:
         """Note that a step is done; vote if it is time."""
-        self._waves.stepped(unfinished=unfinished)
+        if self._waves is not None:
+            self._waves.stepped(unfinished=unfinished)
 
     def leave(self) -> None:
         """Say that the group must not wait for this rank any more."""
-        self._waves.leave()
+        if self._waves is not None:
+            self._waves.leave()
 
     @contextmanager
     def listening(self, selector: BaseSelector) -> Iterator[None]:
         """Have the selector hear the bell; only here, since it goes on ringing while the wave runs."""
+        if self._waves is None:
+            yield
+            return
         bell = self._member.fileno()
         selector.register(bell, EVENT_READ)
         try:

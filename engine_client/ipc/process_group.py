@@ -145,6 +145,13 @@ class ProcessGroup:
         for member in self._some(None):
             member.handle.close()
 
+    def forget(self, rank: int) -> None:
+        """Let go of an engine that was buried; unknown ones are ignored."""
+        with self._lock:
+            member = self._members.pop(rank, None)
+        if member is not None:
+            member.handle.close()
+
     def after_fork_in_child(self) -> None:
         """Close, in a forked copy, what the copy must not hold; takes no lock, since its holder may not exist here."""
         members, self._members = self._members, {}

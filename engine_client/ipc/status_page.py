@@ -87,6 +87,8 @@ class EngineStatus:
         last_step_at: monotonic seconds at which a step last ended; 0.0 before the first.
         waiting: requests that wait.
         running: requests that run.
+        rank: of the engine.
+        condition: ``starting``, ``ready``, ``paused``, ``sleeping``, ``stalled``, ``leaving`` or ``dead``.
     """
 
     state: EngineState = EngineState.LAUNCHED
@@ -97,11 +99,20 @@ class EngineStatus:
     running: int = 0
     is_sleeping: bool = False
     is_paused: bool = False
+    rank: int = 0
+    condition: str = "ready"
 
     @property
     def is_in_step(self) -> bool:
         """Tell whether a step had begun and not ended."""
         return self.step_began_at > self.last_step_at
+
+    def describe(self) -> str:
+        """Tell what the engine was doing: busy in a step, or nothing."""
+        load = f"{self.running} requests running, {self.waiting} waiting"
+        if self.is_in_step:
+            return f"it has been in one step for {time.monotonic() - self.step_began_at:.1f} s ({load})"
+        return f"it is not in a step ({load})"
 
 
 class StatusWriter:

@@ -163,6 +163,10 @@ class ScriptedCore:
         """Tell whether there are requests, and no pause."""
         return (bool(self._running) and not self._paused) or self.step_error is not None
 
+    def pause_state(self) -> tuple[bool, bool]:
+        """Return whether it sleeps, which it does not, and whether it is paused."""
+        return False, self._paused
+
     def counts(self) -> tuple[int, int]:
         """Return that all requests run."""
         return 0, len(self._running)

@@ -58,10 +58,21 @@ def test_an_engine_without_dummy_steps_is_refused():
         LockStep(object(), held)
 
 
-def test_a_rank_that_is_no_member_is_refused():
-    """A rank that the launcher has not named a member would never be waited for."""
-    with member(mask=0b10) as held, pytest.raises(ValueError, match="rank 0 is not among the members"):
-        LockStep(scripted(), held)
+def test_a_rank_that_is_no_member_sleeps_until_it_is_one():
+    """A rank that the launcher has not named a member is not waited for, and takes part as soon as it looks as one."""
+    with member(mask=0b10) as held:
+        pace = LockStep(scripted(), held)
+        assert pace.look(has_work=True) is Action.SLEEP
+        assert not pace.is_needed
+        assert pace.completed_wave is None
+        pace.stepped(unfinished=True)
+        pace.leave()
+        with DefaultSelector() as selector, pace.listening(selector):
+            assert not selector.get_map()
+        held.set_members(0b11)
+        assert pace.look(has_work=True) is not Action.SLEEP
+        held.set_members(0b10)
+        assert pace.look(has_work=True) is Action.SLEEP
 
 
 def test_who_comes_later_takes_over_the_groups_numbers():

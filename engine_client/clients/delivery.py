@@ -1,0 +1,57 @@
+"""What a frame of an engine means for whoever waits for it.
+
+Threads: the reader's.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from engine_client.clients.link import EngineLink
+from engine_client.clients.traffic import EXIT_TIMEOUT, Traffic
+from engine_client.deadline import Deadline
+from engine_client.errors import RemoteCallError
+from engine_client.protocol.framing import Flag, Kind
+from engine_client.protocol.lifecycle import Action
+from engine_client.protocol.wire import Frame, decode_dead, decode_text
+
+__all__ = ["deliver"]
+
+_log = logging.getLogger("engine_client.session")
+
+
+def deliver(traffic: Traffic, link: EngineLink, frame: Frame, *, is_quiet: bool, grace: float) -> Deadline | None:
+    """Take a frame; return until when its engine has to end, if it has said its last.
+
+    Args:
+        traffic: of the client.
+        link: to the engine.
+        frame: what it has sent.
+        is_quiet: nobody is to be woken.
+        grace: seconds that an engine gets to end which leaves in order.
+
+    Raises:
+        Exception: the frame cannot be used.
+    """
+    kind = frame.kind
+    if link.life.received(kind) is Action.IGNORE or (is_quiet and kind in (Kind.OUTPUTS, Kind.REPLY)):
+        return None
+    if kind == Kind.OUTPUTS:
+        traffic.take_outputs(link, frame)
+    elif kind == Kind.REPLY:
+        if not traffic.calls.settle(frame.ref, result=frame) and frame.flags & Flag.FAILED:
+            _log.warning("a utility call that its caller gave up has failed in %s", link.title)
+    elif kind == Kind.DEAD:
+        link.last_words = _last_words(frame)
+        return Deadline(EXIT_TIMEOUT)
+    elif kind == Kind.GOODBYE:
+        link.farewell = str(decode_text(frame))
+        return Deadline(grace)
+    return None
+
+
+def _last_words(frame: Frame) -> tuple[BaseException, str]:
+    try:
+        return decode_dead(frame)
+    except Exception as error:  # noqa: BLE001  # a cause that cannot be decoded is still a death
+        return RemoteCallError(f"its last words cannot be decoded: {error}"), "serving"
