@@ -18,10 +18,12 @@ from typing import Any
 
 from engine_client.clients.endpoint import Endpoint
 from engine_client.clients.front_ends import FrontEnds
+from engine_client.clients.guest import refuse_restart
 from engine_client.clients.mp import MPClient
 from engine_client.clients.utilities import SyncUtilities
 from engine_client.config import ClientOptions
 from engine_client.deadline import Deadline, check_timeout
+from engine_client.ipc.aside import run_aside
 
 __all__ = ["CoreEngines", "launch_core_engines"]
 
@@ -45,13 +47,23 @@ class CoreEngines(SyncUtilities, MPClient):
         *,
         options: ClientOptions | None = None,
     ) -> None:
+        if options is not None:
+            refuse_restart(options)
         self.endpoints: list[Endpoint] = []
-        self._front_ends = FrontEnds(client_count)
+        front_ends = self._front_ends = FrontEnds(client_count)
         try:
             super().__init__(False, vllm_config, executor_class, log_stats, options=options)
-            self.endpoints = self._front_ends.endpoints(self._session.links, self.responses)
+            try:
+                run_aside(lambda: self._make_endpoints(front_ends))
+            except BaseException:
+                self.shutdown(0)
+                raise
         finally:
-            self._front_ends.close()
+            front_ends.close()
+
+    def _make_endpoints(self, front_ends: FrontEnds) -> None:
+        session = self._session
+        self.endpoints = front_ends.endpoints(session.links, self.responses, session.lock_step)
 
     def call_utility(
         self, method: str, *args: Any, timeout: float | None = None, ranks: Iterable[int] | None = None
@@ -95,7 +107,7 @@ def launch_core_engines(
         options: of this library; None: ``ClientOptions()``.
 
     Raises:
-        ValueError: ``client_count`` is below 1.
+        ValueError: ``client_count`` is below 1, or ``options.on_engine_death`` is ``"restart"``.
         StartupError: an engine did not come up; everything that was started is gone.
     """
     if isinstance(client_count, bool) or not isinstance(client_count, int):

@@ -97,9 +97,10 @@ def death_of(link: EngineLink, exitcode: int | None, fault: BaseException | None
 
 def _sentence(link: EngineLink, cause: BaseException | None, name: str, phase: str) -> str:
     if link.is_foreign and link.last_words is None and link.handle.is_alive():
+        fault = name_and_text(cause) if cause else name
         return (
-            f"{link.title} serves this front-end no longer, though it runs ({name_and_text(cause) if cause else name}): "
-            "one that reads nothing is cut off once ClientOptions.backlog_limit bytes wait for it and others are served"
+            f"{link.title} serves this front-end no longer, though it runs ({fault}): one that reads nothing is cut "
+            "off once ClientOptions.backlog_limit bytes wait for it and others are served"
         )
     if link.is_foreign and cause is None:
         return f"{link.title} died; the process that has launched it knows how"

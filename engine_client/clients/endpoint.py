@@ -2,7 +2,7 @@
 
 ::
 
-    launcher: FrontEnds ─▶ Endpoint ──(multiprocessing arguments, or pass_fds)──▶ front-end: take, disown ─▶ EngineLink …
+    launcher: FrontEnds ─▶ Endpoint ──(multiprocessing arguments, or pass_fds)──▶ front-end: take ─▶ EngineLink …
 
 It consists of open descriptors and a description of them, so it travels only while the front-end's process is being
 started.  An endpoint is for one front-end, once; the first that takes it seals its memory, which all copies share.
@@ -59,9 +59,10 @@ class Endpoint:
     """One front-end's access to launched engines; give it as ``client_addresses``.
 
     Hand it to the front-end's process as an argument of ``multiprocessing.Process``, or start that process with
-    ``pass_fds=endpoint.pass_fds`` and let it call ``Endpoint.from_text(text)`` with ``str(endpoint)``.  When the process
-    is started the launcher may ``close`` its own copy (``with endpoint: process.start()`` does so), which gives back the
-    memory of a front-end as soon as that ends.
+    ``pass_fds=endpoint.pass_fds`` and let it call ``Endpoint.from_text(text)`` with ``str(endpoint)``.
+
+    Once that process is started the launcher may ``close`` its own copy, as ``with endpoint: process.start()`` does.
+    The memory of a front-end is then free as soon as that ends, and else when the engines end.
 
     Args:
         index: of the front-end.
@@ -73,7 +74,7 @@ class Endpoint:
         launcher_pid: of the process that has launched the engines.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # all that travels
         self,
         index: int,
         count: int,
@@ -91,7 +92,7 @@ class Endpoint:
         self.group = group
         self.main = main
         self.launcher_pid = launcher_pid
-        self._maker_pid = os.getpid()
+        self.maker_pid = os.getpid()  # of this object; a forked copy has another
         self._is_taken = False
         self._open = list(self._fds())  # those that are this object's to close
         self._inodes = [os.fstat(fd).st_ino for fd in self._open]
@@ -190,7 +191,7 @@ class Endpoint:
         self._is_taken = True
         if self.launcher_pid != os.getpid():
             for other in list(_mine):
-                if other is not self and other._maker_pid != os.getpid():
+                if other is not self and other.maker_pid != os.getpid():
                     other.close()
 
     def disown(self, fd: int) -> int:
@@ -209,22 +210,21 @@ _mine: weakref.WeakSet[Endpoint] = weakref.WeakSet()
 """The endpoints in this process: those it made, was given, or inherited by fork."""
 
 _texts: set[tuple[int, str]] = set()
-"""Those that endpoints were made from, with the process that did it: a second one would close what the first one has."""
+"""Those that endpoints were made from, with the process that did so: a second one would close what the first has."""
 
 
 def _checked(fds: Sequence[int], inodes: Sequence[int]) -> Sequence[int]:
     """Return descriptors, closed at exec, if they are those that are meant."""
     try:
-        for fd, inode in zip(fds, inodes, strict=True):
-            if os.fstat(fd).st_ino != inode:
-                raise OSError(f"descriptor {fd} is another one")
-        for fd in fds:
-            os.set_inheritable(fd, False)
-    except OSError as error:
+        is_right = [os.fstat(fd).st_ino for fd in fds] == list(inodes)
+    except OSError:
+        is_right = False
+    if not is_right:
         raise ValueError(
-            f"the descriptors of this endpoint were not inherited ({error}): start the process with "
-            "pass_fds=endpoint.pass_fds"
-        ) from None
+            "the descriptors of this endpoint were not inherited: start the process with pass_fds=endpoint.pass_fds"
+        )
+    for fd in fds:
+        os.set_inheritable(fd, False)
     return fds
 
 

@@ -61,13 +61,17 @@ class FrontEnd:
         self.is_guest = is_guest
         self.prefix = prefix
         self.pidfd = -1  # of its process, if it has told
+        self.wants_outputs = not is_guest  # one that was never used takes none, nor does a launcher with guests
         self._release = release
         self.channel = channel
         self.rank = rank
         self.main_importable = main_importable
         self.gone = False
-        self.took_at = 0.0  # when it was last seen to take something of what waits for it, or to have taken all
+        self.took_at = 0.0  # when it was last seen to take something of what waits for it; or that began to wait
         self.log = logging.getLogger("engine_client.engine")
+        self._sent = 0  # when that was looked at last
+        self._has_backlog = False  # as above
+        self._has_died = False
         self._keys: dict[str, int] = {}
         self._ids: dict[int, str] = {}
         self._aborted: set[str] = set()  # ids whose outputs of the current step are dropped in silence
@@ -83,6 +87,7 @@ class FrontEnd:
         """Read what has arrived; return those frames, which ``take_received`` returns again."""
         frames = self.channel.receive()
         self._received += frames
+        self.wants_outputs |= self.is_guest and bool(frames)
         return frames
 
     def take_received(self) -> list[Frame]:
@@ -127,13 +132,17 @@ class FrontEnd:
         The end of the stream tells it too, but not while another process has a copy of its other end.
         """
         if self.pidfd < 0:
-            with suppress(AttributeError, OSError):  # an old system, or it has ended, as the stream will tell
+            try:
                 self.pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._has_died = True  # before this was read
+            except (AttributeError, OSError) as error:  # an old system, or no descriptor is left
+                self.log.info("client %d cannot be watched, its stream must tell its end: %r", self.index, error)
         return self.pidfd
 
     def has_died(self) -> bool:
         """Tell whether the front-end's process is known to have ended."""
-        return self.pidfd >= 0 and bool(select.select([self.pidfd], [], [], 0)[0])
+        return self._has_died or (self.pidfd >= 0 and _is_readable(self.pidfd))
 
     def leave(self) -> list[str]:
         """Close the channel; return the ids of the requests that nobody waits for any more."""
@@ -141,6 +150,7 @@ class FrontEnd:
         request_ids = list(self._keys)
         self._keys.clear()
         self._ids.clear()
+        self.channel.hang_up()  # what the engine has forked may have copies
         self.channel.close()
         pidfd, self.pidfd = self.pidfd, -1
         if pidfd >= 0:
@@ -152,15 +162,16 @@ class FrontEnd:
 
     def flush(self) -> None:
         """Write what waits and fits."""
-        waiting = self.channel.backlog
         with suppress(BrokenPipeError):  # the end of the stream, which the loop reads next, says the same
             self.channel.flush()
-        left = self.channel.backlog
-        if not left or left < waiting:
+        if self.channel.sent != self._sent or not self._has_backlog:
             self.took_at = time.monotonic()
+        self._sent, self._has_backlog = self.channel.sent, self.channel.wants_write
 
     def send_outputs(self, outputs: EngineCoreOutputs) -> list[str]:
         """Send a step's outputs; return the ids of requests that had to be ended because theirs cannot be sent."""
+        if not self.wants_outputs:
+            return []  # it has no requests: these are statistics, or the end of a wave
         outputs.engine_index = self.rank
         if self.prefix and outputs.finished_requests:
             outputs.finished_requests = {name[len(self.prefix) :] for name in outputs.finished_requests}
@@ -246,6 +257,12 @@ class FrontEnd:
         with suppress(BrokenPipeError):  # nobody is left to read it
             while not self.channel.flush() and not deadline.expired():
                 select.select([], [self.channel.fileno()], [], deadline.capped(0.1))
+
+
+def _is_readable(fd: int) -> bool:
+    poller = select.poll()  # select knows no descriptor above 1023
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def _unsendable(what: str, error: BaseException) -> str:

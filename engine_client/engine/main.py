@@ -204,8 +204,9 @@ class _Engine:
                 release=partial(_close_memory, writer, reader),
             )
             front_ends.append(front_end)
-        front_ends.append(FrontEnd(len(front_ends), self.channel, init.rank, main_importable=main_importable))
-        return front_ends
+        launcher = FrontEnd(len(front_ends), self.channel, init.rank, main_importable=main_importable)
+        launcher.wants_outputs = not front_ends
+        return [*front_ends, launcher]
 
     def _executor_failed(self) -> None:
         """End the loop, from whichever thread; before there is one, the start itself is about to fail."""

@@ -83,6 +83,7 @@ class Channel:
         self.hung_up = False  # ... because it closed its end, or has died
         self.fault: BaseException | None = None  # why the stream cannot be read on
         self.received = 0  # bytes read so far
+        self.sent = 0  # bytes written so far
         self.in_memory = 0  # buffers that went through shared memory
         self.in_pipe = 0  # buffers that were big enough for it and went through the pipe
         self._fd = fd
@@ -255,6 +256,7 @@ class Channel:
                 # One C call makes the system call and keeps its count: a signal cannot come between the two.
                 sent = map(self._socket.sendmsg, (parts[:_MOST_VECTORS],), ((),), (_NO_SIGNAL,))
                 outgoing.written.extend(sent)
+                self.sent += outgoing.written[-1]
             except BlockingIOError:
                 return False
             except OSError as error:
@@ -331,6 +333,11 @@ class Channel:
         if self._arena_reader is None:
             raise RemoteProtocolError(f"{self.name}: a buffer in shared memory, but there is none")
         return self._arena_reader.lease(segment)
+
+    def hang_up(self) -> None:
+        """Have the other side see the end of the stream now, whoever has copies of this descriptor; idempotent."""
+        with self._lock, suppress(OSError):  # it is closed, or the other side is
+            self._socket.shutdown(_socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the descriptor; idempotent.  Views of received buffers stay readable."""

@@ -36,12 +36,17 @@ class ForeignHandle:
 
     def is_alive(self) -> bool:
         """Tell whether the process is not known to have ended."""
-        return self.sentinel >= 0 and not select.select([self.sentinel], [], [], 0)[0]
+        return self.sentinel >= 0 and not self._wait(0)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for its end, at most ``timeout`` seconds."""
         if self.sentinel >= 0:
-            select.select([self.sentinel], [], [], timeout)
+            self._wait(timeout)
+
+    def _wait(self, timeout: float | None) -> bool:
+        poller = select.poll()  # select knows no descriptor above 1023, and hosts have many
+        poller.register(self.sentinel, select.POLLIN)
+        return bool(poller.poll(None if timeout is None else 1000 * timeout))
 
     def terminate(self) -> None:
         """Do nothing: it is not ours."""

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from contextlib import ExitStack
 
-from engine_client.ipc.descriptors import above_stdio, close_all
+from engine_client.ipc.descriptors import GroupFds, above_stdio, close_all
 from engine_client.ipc.group_page import GroupPage, create_group
 
 __all__ = ["Group"]
@@ -40,6 +40,19 @@ class Group:
 
     def __repr__(self) -> str:
         return f"<Group members={self.page.members():b} running={self.page.is_running()}>"
+
+    @classmethod
+    def of_others(cls, page: int) -> Group:
+        """Return a group that another process has launched, by its page, which is owned by this object from here on.
+
+        Raises:
+            OSError, ValueError: the memory cannot be had; ``page`` is then still the caller's.
+        """
+        group = cls.__new__(cls)
+        group.fds = GroupFds(page, -1, -1)
+        group.page = GroupPage(page)
+        group._open = []  # noqa: SLF001  # its own
+        return group
 
     def set_members(self, ranks: Iterable[int]) -> None:
         """Say which ranks there are; before they start, or while all are idle."""

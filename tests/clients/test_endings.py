@@ -12,12 +12,14 @@ from engine_client.errors import ClosedError, EngineDeadError
 
 
 def link(**facts: Any) -> Any:
-    values: dict[str, Any] = {"last_words": None, "farewell": None, "stacks": "", "lines": []}
+    values: dict[str, Any] = {"last_words": None, "farewell": None, "stacks": "", "lines": [], "is_alive": None}
     values |= facts
     return SimpleNamespace(
         rank=2,
         pid=77,
         title="engine core 2 (pid 77)",
+        is_foreign=values["is_alive"] is not None,
+        handle=SimpleNamespace(is_alive=lambda: values["is_alive"]),
         last_words=values["last_words"],
         farewell=values["farewell"],
         read_stacks=lambda: values["stacks"],
@@ -93,3 +95,12 @@ def test_a_fault_of_the_stream_is_the_cause() -> None:
 def test_a_forked_copy_is_told_whose_client_it_is() -> None:
     """The sentence names the owner."""
     assert "42" in owner_of_fork(42)
+
+
+def test_an_engine_of_another_process_is_told_as_far_as_it_is_known() -> None:
+    """How it died is its launcher's to know; one that lives has closed the channel to this front-end alone."""
+    assert "the process that has launched it knows how" in death_of(link(is_alive=False), None).message
+    cut_off = death_of(link(is_alive=True), None, RuntimeError("hung up")).error()
+    assert "serves this front-end no longer, though it runs (RuntimeError: hung up)" in str(cut_off)
+    last_words = death_of(link(is_alive=True, last_words=(ValueError("broken"), "serving")), None).message
+    assert "died: ValueError: broken while serving" in last_words
