@@ -127,7 +127,7 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
     },
     "cli": {
         "doctor": {"probe"},
-        "generate": {"output"},
+        "generate": {"awaited", "output"},
         "main": {"doctor", "generate"},
     },
 }
@@ -158,7 +158,7 @@ THIRD_PARTY = {
 module, for type checkers alone)."""
 
 HEAVY = {
-    "asyncio": {"clients.aio", "clients.aio_streams", "clients.mailbox"},
+    "asyncio": {"cli.awaited", "clients.aio", "clients.aio_streams", "clients.mailbox"},
     "cProfile": set(),
     "ctypes": set(),
     "faulthandler": {"testing.leaks"},

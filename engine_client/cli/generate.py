@@ -50,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="mp",
         help="run the engine in a child process (default) or in this one",
     )
+    add("--async", dest="asyncio", action="store_true", help="use the asyncio client")
+    add("--data-parallel", type=int, default=1, metavar="N", help="balance over N engines (default: %(default)s)")
     add("--executor", metavar="MODULE:CLASS", default=_DEFAULT_EXECUTOR, help="executor to run (default: %(default)s)")
     add("--corpus", metavar="FILE", help="text file to build the built-in model from")
     group = parser.add_argument_group("sampling")
@@ -84,9 +86,15 @@ def run(arguments: argparse.Namespace) -> int:
     began = time.monotonic()
     with ExitStack() as stack:
         progress = stack.enter_context(Progress())
-        client = EngineCoreClient.make_client(
-            arguments.mode == "mp", False, config, executor_class, True, options=ClientOptions(on_progress=progress)
+        options = ClientOptions(on_progress=progress)
+        multiprocess = arguments.mode == "mp"
+        client: Any = EngineCoreClient.make_client(
+            multiprocess, arguments.asyncio, config, executor_class, True, options=options
         )
+        if arguments.asyncio:
+            from engine_client.cli.awaited import Awaited  # noqa: PLC0415  # it loads asyncio
+
+            client = Awaited(client)
         stack.callback(client.shutdown)
         progress.end()
         ready = time.monotonic()
@@ -124,6 +132,11 @@ def _make_config(arguments: argparse.Namespace, prompts: list[str]) -> Any:
     from engine_client import EngineConfig  # noqa: PLC0415  # not for --help
 
     config = EngineConfig()
+    if arguments.data_parallel < 1:
+        raise ValueError(f"--data-parallel must be at least 1, not {arguments.data_parallel}")
+    if arguments.mode == "inproc" and (arguments.asyncio or arguments.data_parallel > 1):
+        raise ValueError("--async and --data-parallel need engines in processes of their own: leave --mode inproc out")
+    config.parallel_config.data_parallel_size = arguments.data_parallel
     longest = max(len(os.fsencode(prompt)) for prompt in prompts)
     config.model_config.max_model_len = max(config.model_config.max_model_len, longest + arguments.max_tokens)
     if arguments.corpus is not None:

@@ -70,14 +70,13 @@ class Session(Traffic):
         self._on_end = on_end
         self._reader = ReaderThread(self, f"engine-client-reader-{os.getpid()}")
         self._released = Latch()
-        self._reader_awaited = False
         self.is_guest = False  # the engines are another process's, which ends them
         self.lock_step: Group | None = None  # of ranks that step together, and end together
         self.leaving: set[int] = set()  # ranks whose end is wanted
         self.events = Events()
         self.on_loss: Callable[[int, Ending], None] = lambda rank, ending: None  # told of a rank that others survive
         self._running: set[int] = set()  # ranks whose process has not ended; reader thread only
-        self._quiet = self._releasing = False
+        self._reader_awaited = self._quiet = self._releasing = False
         self._lock = threading.RLock()  # guards _ending, _closing, _quiet and _releasing
         _sessions.add(self)
 

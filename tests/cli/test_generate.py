@@ -104,6 +104,22 @@ def test_text_of_the_corpus_the_same_in_both_modes(sampling: tuple[str, ...]):
     assert sum(word.encode() in words for word in found) >= 0.8 * len(found)
 
 
+@pytest.mark.parametrize("options", [("--async",), ("--data-parallel", "2"), ("--async", "--data-parallel", "4")])
+def test_more_engines_and_asyncio_print_the_same_texts(options: tuple[str, ...]):
+    """The asyncio client and several engines continue prompts as one engine does, in the order given."""
+    prompts = ("a new block", "the with statement", "it returns", "this module", "an iterator")
+    alone = command_line("--max-tokens", "20", *prompts).check().stdout
+    assert command_line("--max-tokens", "20", *options, *prompts).check().stdout == alone
+
+
+@pytest.mark.parametrize("options", [("--async",), ("--data-parallel", "2"), ("--data-parallel", "0")])
+def test_what_one_process_cannot_do_is_refused(options: tuple[str, ...]):
+    """Asyncio and several engines need processes of their own, and at least one; the error says so."""
+    found = command_line(*options, "text", mode="inproc")
+    assert found.returncode != 0
+    assert "engine-client: error: --" in found.stderr
+
+
 @pytest.mark.parametrize("options", [(), ("--stop", " the", "--stop", ".\n")])
 def test_a_file_of_prompts_runs_as_one_batch(run, folder: Path, options: tuple[str, ...]):
     """For 64 prompts the number of steps is at most a quarter of the sum of lengths, stop strings or not."""
