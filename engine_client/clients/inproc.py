@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,12 @@ from engine_client.engine.core import EngineCore
 from engine_client.engine.executor import progress_to
 from engine_client.errors import ClosedError
 from engine_client.ipc.user_main import replay_guard
-from engine_client.messages import EngineCoreOutputs, EngineCoreRequest, PauseMode
+from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, PauseMode
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["InprocClient"]
+__all__ = ["InprocClient", "InprocStream"]
 
 
 class InprocClient(SyncUtilities, EngineCoreClient):
@@ -46,6 +47,9 @@ class InprocClient(SyncUtilities, EngineCoreClient):
         self._finalizer = weakref.finalize(self, _end, self.engine_core, os.getpid())
         self._utilities = self.engine_core.utilities()
         self._is_torn = False  # by an interrupt
+        self._streams: dict[str, deque[EngineCoreOutput]] = {}  # outputs that no stream has taken yet
+        self._others: list[EngineCoreOutputs] = []  # what came while somebody waited for a stream
+        self._dropped: list[tuple[str, deque[EngineCoreOutput]]] = []  # streams to end
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {'running' if self.is_alive else 'closed'} rank=0 {self.engine_core!r}>"
@@ -60,6 +64,8 @@ class InprocClient(SyncUtilities, EngineCoreClient):
 
     def _start_over(self) -> None:
         self.engine_core.start_over()
+        self._streams.clear()
+        self._others.clear()
         self._is_torn = False
 
     def _ensure_open(self) -> None:
@@ -67,6 +73,8 @@ class InprocClient(SyncUtilities, EngineCoreClient):
             raise ClosedError("the engine client is closed")
         if self._is_torn:
             self._start_over()
+        while self._dropped:
+            self.end_stream(*self._dropped.pop())
 
     @property
     def is_alive(self) -> bool:
@@ -86,12 +94,70 @@ class InprocClient(SyncUtilities, EngineCoreClient):
         """
         try:
             self._ensure_open()
-            outputs, model_executed = self.engine_core.step_fn()
-            self.engine_core.post_step(model_executed)
-            return (outputs or {}).get(0) or EngineCoreOutputs()
+            return self._others.pop(0) if self._others else self._step()
         except Exception:
             raise
         except BaseException:  # an interrupt, in the middle of whatever the engine core was doing
+            self._is_torn = True
+            self._start_over()
+            raise
+
+    def _step(self) -> EngineCoreOutputs:
+        """Do a step, give streams what is theirs, and return the rest."""
+        outputs, model_executed = self.engine_core.step_fn()
+        self.engine_core.post_step(model_executed)
+        found = (outputs or {}).get(0) or EngineCoreOutputs()
+        if self._streams:
+            for output in found.outputs:
+                if output.request_id in self._streams:
+                    self._streams[output.request_id].append(output)
+            found.outputs = [output for output in found.outputs if output.request_id not in self._streams]
+        return found
+
+    def stream(self, request: EngineCoreRequest) -> InprocStream:
+        """Add a request and return an iterator over its outputs, which ``get_output`` does not return.
+
+        The iterator steps the engine, so other requests go on meanwhile.  Closed or dropped before its end, it aborts
+        the request.
+
+        Raises:
+            TypeError, ValueError: the request cannot be served as it is.
+        """
+        self.add_request(request)
+        arrived: deque[EngineCoreOutput] = deque()
+        self._streams[request.request_id] = arrived
+        return InprocStream(self, request.request_id, arrived)
+
+    def next_of(self, request_id: str, arrived: deque[EngineCoreOutput]) -> EngineCoreOutput | None:
+        """Step until a stream has an output, and return that; None if there is no such stream any more."""
+        self._ensure_open()
+        while self._streams.get(request_id) is arrived:
+            if arrived:
+                output = arrived.popleft()
+                if output.finished:
+                    del self._streams[request_id]
+                return output
+            others = self._take_step()
+            if others.outputs or others.scheduler_stats is not None:
+                self._others.append(others)
+        return None
+
+    def end_stream(self, request_id: str, arrived: deque[EngineCoreOutput]) -> None:
+        """Abort the request of a stream, unless it has ended."""
+        if self._streams.get(request_id) is arrived:
+            del self._streams[request_id]
+            self.abort_requests([request_id])
+
+    def drop_stream(self, request_id: str, arrived: deque[EngineCoreOutput]) -> None:
+        """Have the next call end a stream; for finalizers, which may run in the middle of a step."""
+        self._dropped.append((request_id, arrived))
+
+    def _take_step(self) -> EngineCoreOutputs:
+        try:
+            return self._step()
+        except Exception:
+            raise
+        except BaseException:  # as in get_output
             self._is_torn = True
             self._start_over()
             raise
@@ -172,6 +238,44 @@ class InprocClient(SyncUtilities, EngineCoreClient):
         """Shut the engine core down; idempotent."""
         if self._finalizer.detach() is not None:
             self.engine_core.shutdown()
+
+
+class InprocStream:
+    """Iterates over the outputs of one request; from ``InprocClient.stream(request)``."""
+
+    def __init__(self, client: InprocClient, request_id: str, arrived: deque[EngineCoreOutput]) -> None:
+        self.request_id = request_id
+        self.finish_reason: FinishReason | None = None
+        self._client = client
+        self._arrived = arrived
+
+    def __repr__(self) -> str:
+        return f"<InprocStream {self.request_id!r} {self.finish_reason or 'open'}>"
+
+    def __iter__(self) -> InprocStream:
+        return self
+
+    def __next__(self) -> EngineCoreOutput:
+        output = self._client.next_of(self.request_id, self._arrived)
+        if output is None:
+            raise StopIteration
+        self.finish_reason = output.finish_reason
+        return output
+
+    def __enter__(self) -> InprocStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._client.drop_stream(self.request_id, self._arrived)
+
+    def close(self) -> None:
+        """Abort the request unless it has ended; idempotent."""
+        self._client.end_stream(self.request_id, self._arrived)
 
 
 def _end(engine_core: EngineCore, owner_pid: int) -> None:

@@ -132,3 +132,28 @@ def test_an_interrupt_ends_all_requests(monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(KeyboardInterrupt):
             client.call_utility("stop")
         assert client.get_output().outputs == []
+
+
+def test_a_stream_has_the_outputs_of_its_request_alone() -> None:
+    """A stream ends with its finish reason; what comes for others meanwhile waits for ``get_output``."""
+    with inproc() as client:
+        client.add_request(make_request("other", 4))
+        stream = client.stream(make_request("own", 3))
+        outputs = list(stream)
+        assert [output.request_id for output in outputs] == ["own"] * 3
+        assert outputs[-1].finish_reason is stream.finish_reason is FinishReason.LENGTH
+        others = [output for _ in range(4) for output in client.get_output().outputs]
+        assert [output.request_id for output in others] == ["other"] * 4
+
+
+def test_a_stream_that_is_closed_or_dropped_aborts_its_request() -> None:
+    """Nothing of an ended stream reaches anybody, whether it was begun or not, and its id is free."""
+    with inproc() as client:
+        for end in (lambda stream: stream.close(), lambda stream: None):
+            for begin in (next, lambda stream: None):
+                stream = client.stream(make_request("a", 50))
+                begin(stream)
+                end(stream)
+                del stream
+                assert client.get_output().outputs == []
+                assert not client.engine_core.has_work()
