@@ -109,3 +109,5 @@ class EngineLink:
         self.channel.close_after_fork()
         self.arena.close_after_fork()
         self.status.close()
+        if isinstance(self.handle, ForeignHandle):
+            self.handle.close()

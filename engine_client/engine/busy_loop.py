@@ -30,7 +30,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from engine_client.deadline import Deadline
-from engine_client.engine.front_end import FrontEnd
+from engine_client.engine.front_end import FrontEnd, drain_all
 from engine_client.engine.gate import Gate
 from engine_client.engine.lock_step import Alone, Pace
 from engine_client.engine.utility_calls import UtilityCalls
@@ -333,8 +333,7 @@ class BusyLoop:
         deadline = Deadline(_FLUSH_TIMEOUT)
         for front_end in self._gate:
             front_end.say_goodbye(self.reason)
-        for front_end in self._gate:
-            front_end.drain(deadline)
+        drain_all(self._gate, deadline)
 
 
 def _shutting_down(front_end: FrontEnd) -> EngineDeadError:

@@ -14,7 +14,7 @@ import logging
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from engine_client.protocol.exception_fields import cut, text_of
 from engine_client.protocol.framing import Kind
 from engine_client.protocol.wire import Frame, decode_abort, encode_dead, encode_reply, encode_text
 
-__all__ = ["FrontEnd"]
+__all__ = ["FrontEnd", "drain_all"]
 
 _LONGEST_LOGGED: Final = 2000
 """Characters of an error's text in the log; its request gets all of it."""
@@ -220,7 +220,7 @@ class FrontEnd:
 
     def send_error(self, key: int, error: BaseException) -> None:
         """End a request that never reached the scheduler, with reason ERROR and the error's text."""
-        text = _describe(error)
+        text = _describe(error).replace(f"'{self.prefix}", "'")  # ids as the front-end knows them
         self.log.warning("a request was refused: %s", cut(text, _LONGEST_LOGGED))
         self._send_unregistered(key, FinishReason.ERROR, text)
 
@@ -252,15 +252,29 @@ class FrontEnd:
 
     def drain(self, deadline: Deadline) -> None:
         """Wait, within the deadline, until nothing is left to write."""
-        if self.gone:
-            return
-        with suppress(BrokenPipeError):  # nobody is left to read it
-            while not self.channel.flush() and not deadline.expired():
-                select.select([], [self.channel.fileno()], [], deadline.capped(0.1))
+        drain_all([self], deadline)
+
+    def is_drained(self) -> bool:
+        """Write what fits; return whether nothing is left, or nobody who would read it."""
+        try:
+            return self.gone or self.channel.flush()
+        except BrokenPipeError:
+            return True
+
+
+def drain_all(front_ends: Iterable[FrontEnd], deadline: Deadline) -> None:
+    """Wait, within the deadline, until nothing is left to write; one that does not read is not waited for by others."""
+    left = [front_end for front_end in front_ends if not front_end.is_drained()]
+    while left and not deadline.expired():
+        poller = select.poll()  # select knows no descriptor above 1023
+        for front_end in left:
+            poller.register(front_end.channel.fileno(), select.POLLOUT)
+        poller.poll(1000 * deadline.capped(0.1))
+        left = [front_end for front_end in left if not front_end.is_drained()]
 
 
 def _is_readable(fd: int) -> bool:
-    poller = select.poll()  # select knows no descriptor above 1023
+    poller = select.poll()
     poller.register(fd, select.POLLIN)
     return bool(poller.poll(0))
 

@@ -25,7 +25,7 @@ from typing import Any, Final
 from engine_client.deadline import Deadline
 from engine_client.engine import lifeline
 from engine_client.engine.busy_loop import BusyLoop
-from engine_client.engine.front_end import FrontEnd
+from engine_client.engine.front_end import FrontEnd, drain_all
 from engine_client.engine.lock_step import LockStep
 from engine_client.engine.log_ring import LogRing
 from engine_client.errors import RemoteProtocolError
@@ -246,8 +246,7 @@ class _Engine:
             deadline = Deadline(_LAST_WORDS_TIMEOUT)
             for front_end in front_ends:
                 front_end.send_dead(error, self.phase)
-            for front_end in reversed(front_ends):  # the launcher first
-                front_end.drain(deadline)
+            drain_all(front_ends, deadline)
             self._shutdown_quietly(engine)
             return 1
         return 0

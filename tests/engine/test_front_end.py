@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 
 from engine_client.deadline import Deadline
-from engine_client.engine.front_end import FrontEnd
+from engine_client.engine.front_end import FrontEnd, drain_all
 from engine_client.errors import SerializationError
 from engine_client.ipc.channel import Channel
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
 from engine_client.protocol.framing import Kind
-from engine_client.protocol.wire import Frame, decode_dead, decode_reply, decode_text, encode_abort
+from engine_client.protocol.wire import Frame, decode_dead, decode_reply, decode_text, encode_abort, encode_text
 from helpers.transport import columns_of
 
 
 @contextmanager
-def connected() -> Iterator[tuple[FrontEnd, Channel]]:
+def connected(**options: Any) -> Iterator[tuple[FrontEnd, Channel]]:
     left, right = socket.socketpair()
-    front_end = FrontEnd(0, Channel(left.detach(), name="client"), rank=3)
+    front_end = FrontEnd(0, Channel(left.detach(), name="client"), rank=3, **options)
     client = Channel(right.detach(), name="engine")
     try:
         yield front_end, client
@@ -171,3 +171,41 @@ def test_nothing_is_sent_to_a_front_end_that_left() -> None:
         front_end.send_rejected(5)
         front_end.say_goodbye("x")
         front_end.drain(Deadline(1))
+
+
+def test_one_that_does_not_read_is_not_waited_for_by_the_others() -> None:
+    """The last words of a front-end leave, though another one takes nothing."""
+    with connected() as (stuck, _), connected() as (front_end, client):
+        stuck.send_result(1, bytes(5 << 20))
+        front_end.send_result(1, bytes(5 << 20))
+        received: list[Frame] = []
+        reader = threading.Thread(target=lambda: [received.extend(client.receive()) for _ in iter(received.__len__, 1)])
+        reader.start()
+        drain_all([stuck, front_end], Deadline(0.5))
+        reader.join(10)
+        assert len(received) == 1
+
+
+def test_a_guest_that_never_came_gets_no_statistics() -> None:
+    """Nothing piles up for an endpoint that is not used; whoever has said something gets them."""
+    with connected(is_guest=True, prefix="0/") as (front_end, client):
+        front_end.send_outputs(EngineCoreOutputs(wave_complete=1))
+        assert client.receive() == []
+        client.send(encode_text(Kind.ATTACH, "1"))
+        front_end.receive()
+        front_end.send_outputs(EngineCoreOutputs(wave_complete=1))
+        assert len(client.receive()) == 1
+
+
+def test_a_guest_reads_its_own_request_ids() -> None:
+    """The prefix that keeps ids of several front-ends apart stands in nothing that they get."""
+    with connected(is_guest=True, prefix="0/") as (front_end, client):
+        client.send(encode_text(Kind.ATTACH, "1"))
+        front_end.receive()
+        front_end.register(11, "0/a")
+        front_end.send_error(11, ValueError("request '0/a' has no prompt"))
+        assert rows(client.receive())[0][2] == "ValueError: request 'a' has no prompt"
+        ended = EngineCoreOutput("0/a", [1], finish_reason=FinishReason.STOP)
+        front_end.send_outputs(EngineCoreOutputs(outputs=[ended], finished_requests={"0/a"}))
+        (frame,) = client.receive()
+        assert columns_of(frame)[0].meta["finished_requests"] == {"a"}

@@ -55,6 +55,24 @@ def pump(sender: Channel, receiver: Channel) -> list[Frame]:
             return frames
 
 
+def test_a_channel_hangs_up_whoever_has_copies_of_its_end() -> None:
+    """The other side reads what was sent and then the end, although the descriptor is still open elsewhere."""
+    with pair() as (left, right):
+        copy = os.dup(left.fileno())
+        left.send(frame(b"last"))
+        assert left.sent > len(b"last")
+        left.hang_up()
+        left.hang_up()
+        assert [f.header for f in right.receive()] == [b"last"]
+        assert right.receive() == []
+        assert right.hung_up
+        with pytest.raises(BrokenPipeError):
+            right.send(frame(b"late"))
+        left.close()
+        left.hang_up()
+        os.close(copy)
+
+
 def test_frames_arrive_in_order() -> None:
     """What one end sends, the other receives, whole and in order."""
     with pair() as (left, right):
