@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from engine_client.clients.fan_out import LARGE_REPLY
 from engine_client.clients.mailbox import Mailboxes
 from engine_client.clients.outputs import OutputQueue
-from engine_client.clients.streams import StreamOwner, StreamState
+from engine_client.clients.streams import StreamOverError, StreamOwner, StreamState
 from engine_client.deadline import Deadline, check_timeout
 from engine_client.errors import EngineDeadError
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs
@@ -125,6 +125,8 @@ class AsyncOutputStream(StreamState):
                 outputs = await next_outputs(self._queue, client._mailboxes, deadline)  # noqa: SLF001  # its own part
                 if outputs.outputs:
                     return self._note(outputs.outputs[0])
+        except StreamOverError:
+            pass  # it has ended, or was closed, meanwhile
         except EngineDeadError:
             self.disown()
             raise

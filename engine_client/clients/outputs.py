@@ -59,8 +59,13 @@ class OutputQueue:
         self._listeners: set[Callable[[], bool]] = set()  # of coroutines that wait; changed by one C call at a time
 
     def __repr__(self) -> str:
-        state = "open" if self._make_error is None else "ended"
+        state = "ended" if self.has_ended else "open"
         return f"<OutputQueue {state} batches={self.queue.qsize() + len(self.unread)}>"
+
+    @property
+    def has_ended(self) -> bool:
+        """Tell whether nothing more will be put."""
+        return self._make_error is not None
 
     def put(self, columns: Columns) -> None:
         """Append a batch."""
@@ -146,7 +151,8 @@ class OutputQueue:
                     self._raise_if_ended()
                     taken.extend(map(self.queue.get, (True,), (deadline.capped(LONGEST_SLEEP),)))
             except Empty:
-                if deadline.expired():
+                # At the end another one may have had the mark in hand, and has put it back.
+                if deadline.expired() and not self.has_ended:
                     raise TimeoutError(f"no output within {deadline.timeout:g} s") from None
                 continue
             except IndexError:

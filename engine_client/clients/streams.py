@@ -25,7 +25,7 @@ from engine_client.errors import EngineDeadError
 from engine_client.messages import EngineCoreOutput, FinishReason
 from engine_client.protocol.batch import Columns, split
 
-__all__ = ["OutputStream", "StreamOwner", "StreamState", "StreamTable"]
+__all__ = ["OutputStream", "StreamOverError", "StreamOwner", "StreamState", "StreamTable"]
 
 
 class StreamTable:
@@ -95,6 +95,10 @@ class StreamOwner(Protocol):
         """Note that a stream is over."""
 
 
+class StreamOverError(Exception):
+    """The stream has ended while somebody waited for its next output."""
+
+
 class StreamState:
     """What both colours of a stream have.
 
@@ -129,19 +133,25 @@ class StreamState:
         self._is_over = True
         if not self._is_settled:
             self._owner.take_back(self._key)
+            self._tell_others()
             self._is_settled = True  # last: what interrupts this leaves it to the next call, or to ``__del__``
 
     def _note(self, output: EngineCoreOutput) -> EngineCoreOutput:
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason
-            self._is_over = self._is_settled = True
-            self._owner.forget_stream(self._key)
+            self.disown()
         return output
 
     def disown(self) -> None:
-        """Note that there is nothing to abort: the request was never sent, or its engine is dead."""
+        """Note that there is nothing to abort: the request has ended, was never sent, or its engine is dead."""
         self._is_over = self._is_settled = True
         self._owner.forget_stream(self._key)
+        self._tell_others()
+
+    def _tell_others(self) -> None:
+        """End the waits of others in this stream, who would get nothing any more."""
+        if not self._queue.has_ended:
+            self._queue.end(StreamOverError)
 
 
 class OutputStream(StreamState):
@@ -182,6 +192,8 @@ class OutputStream(StreamState):
                 outputs = self._queue.turn(self._queue.take(deadline, taken))
                 if outputs is not None and outputs.outputs:
                     return self._note(outputs.outputs[0])
+            except StreamOverError:
+                break
             except EngineDeadError:
                 self.disown()
                 raise

@@ -18,8 +18,9 @@ import pytest
 from engine_client import ClosedError, EngineDeadError
 from engine_client.errors import RemoteProtocolError
 from engine_client.testing.faults import frozen
+from engine_client.testing.scripted import Script
 from helpers.calls import call
-from helpers.clients import pid_of, reader_of, scripted_client, session_of
+from helpers.clients import make_request, pid_of, reader_of, scripted_client, session_of
 from helpers.inside import answer_twice, write_garbage
 from helpers.scenes import METHODS, Waiter, check_dead, colours, record_logs
 from helpers.timing import DEADLOCK, eventually, took_at_most
@@ -188,6 +189,22 @@ def test_bc20_a_call_from_inside_a_callback_of_a_dying_one() -> None:
     eventually(lambda: len(errors) == 5, DEATH_BOUND)
     assert {type(error) for error in errors} == {EngineDeadError}
     check_dead(client, "SIGKILL")
+
+
+@pytest.mark.parametrize("end", ["close", "last output"])
+def test_bc20_others_who_wait_in_a_stream_are_told_of_its_end(end: str) -> None:
+    """Threads in ``next`` of a stream that another one closes, or whose last output another one gets, are let go."""
+    with scripted_client(Script(step_seconds=0.3)) as client:
+        stream = client.stream(make_request("a", 2))
+        waiters = [Waiter(stream.next) for _ in range(10)]
+        time.sleep(0.1)
+        began = time.monotonic()
+        if end == "close":
+            stream.close()
+        errors = [waiter.end(began, DEATH_BOUND) for waiter in waiters]
+        assert {type(error) for error in errors} == {StopIteration}
+        assert sum(waiter.result is not None for waiter in waiters) <= 2
+        assert client.call_utility("info")["requests"] == []
 
 
 # -- BC-21 -------------------------------------------------------------------------------------------------------------

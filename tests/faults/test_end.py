@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_client import EngineDeadError, StartupError, SyncMPClient
+from engine_client import ClosedError, EngineDeadError, StartupError, SyncMPClient
 from engine_client.testing.executors import FailingInit
 from engine_client.testing.inventory import descendants
 from engine_client.testing.scripted import Script
+from helpers.calls import async_client
 from helpers.clients import collect, make_request, pid_of, scripted_client
 from helpers.doomed import Ending, ignore_sigterm, late_reply
 from helpers.fakes import several_engines
@@ -433,7 +434,7 @@ def on_reader(client: SyncMPClient, action: Callable[[], Any]) -> Iterator[None]
         action()
 
     caller = Waiter(partial(client.call_utility, "wait", 0.1), again=False)
-    (future,) = eventually(lambda: list(client.utility_results.values()))
+    future = eventually(lambda: list(client.utility_results.values()))[0]  # the first rank's
     future.add_done_callback(act)
     try:
         eventually(lambda: begun)
@@ -490,12 +491,14 @@ def test_bc26_collected_on_a_reader_thread(whose: str) -> None:
 # -- BC-40: shutdown ---------------------------------------------------------------------------------------------------
 
 
-@methods("spawn", "fork", "forkserver")
-def test_bc40_idle(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "colour"), [*((method, "sync") for method in METHODS), ("exec", "async"), ("exec", "dp")]
+)
+def test_bc40_idle(method: str, colour: str) -> None:
     """An idle engine is shut down in less than 0.2 s (the best of five: the machine is shared)."""
     times = []
     for _ in range(5):
-        client = scripted_client(start_method=method)
+        client = scripted_client(start_method=method, colour=colour)
         began = time.monotonic()
         client.shutdown()
         times.append(time.monotonic() - began)
@@ -552,12 +555,20 @@ STATES = {
 }
 
 
-@methods()
-@pytest.mark.parametrize("timeout", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("method", "timeout", "colour"),
+    [
+        ("exec", 0.0, "sync"),
+        ("exec", 1.0, "sync"),
+        ("exec", 0.0, "async"),
+        ("exec", 0.3, "dp"),
+        *(pytest.param(method, t, "sync", marks=pytest.mark.full) for method in METHODS[1:] for t in (0.0, 1.0)),
+    ],
+)
 @pytest.mark.parametrize("state", STATES)
-def test_bc40_the_bound_holds_in_every_state(state: str, timeout: float, method: str) -> None:
+def test_bc40_the_bound_holds_in_every_state(state: str, method: str, timeout: float, colour: str) -> None:
     """Shutdown takes at most its timeout and a second, leaves nothing, and those who wait get an error by then."""
-    client = scripted_client(Script(grandchildren=1), start_method=method, arena_limit=0)
+    client = scripted_client(Script(grandchildren=1), start_method=method, arena_limit=0, colour=colour)
     make, bound = STATES[state]
     with ExitStack() as stack:
         make(client, stack)
@@ -594,9 +605,10 @@ def test_bc40_time_to_flush(timeout: float, complete: bool, tmp_path: Path, capl
     assert complete or "cut short" in logged()[0]
 
 
-def test_bc40_from_two_threads_at_once() -> None:
+@pytest.mark.parametrize("colour", ["sync", "dp"])
+def test_bc40_from_two_threads_at_once(colour: str) -> None:
     """Several threads may shut a client down at once; each returns within its own bound, when all is gone."""
-    client = scripted_client()
+    client = scripted_client(colour=colour)
     _make_busy(client, ExitStack())
     began = time.monotonic()
     waiters = [Waiter(lambda: client.shutdown(1.0), again=False) for _ in range(4)]
@@ -615,6 +627,39 @@ def test_bc40_a_shorter_timeout_joins_in() -> None:
         client.shutdown(0.5)
     assert patient.end(time.monotonic(), 1.0) is None
     assert not descendants()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bc40_in_an_event_loop(ranks: int) -> None:
+    """Called in a coroutine, it returns within its bound, and what waits in that loop and in others is told."""
+
+    async def wait(client: Any, name: str) -> list[Any]:
+        stream = client.stream(make_request(name, 1_000_000))
+        await stream.next()
+        await client.call_utility_async("wait", 0.2)
+        waiting = [
+            client.get_output_async(),
+            client.call_utility_async("deferred"),
+            *(stream.next() for _ in range(20)),
+        ]
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def main(client: Any) -> list[Any]:
+        task = asyncio.create_task(wait(client, "mine"))
+        await asyncio.sleep(0.5)
+        with took_at_most(1.0):
+            client.shutdown(5.0)
+        with took_at_most(0.5):
+            return await task
+
+    client = async_client(ranks, Script(step_seconds=0.05))
+    other = Waiter(lambda: asyncio.run(wait(client, "other")), again=False)
+    errors = asyncio.run(main(client))
+    assert other.end(time.monotonic(), 0.5) is None
+    for error in [errors[0], errors[1], errors[-1], *other.result[:2], other.result[-1]]:
+        assert isinstance(error, (EngineDeadError, StopAsyncIteration)) or "shutting down" in str(error), error
+    with pytest.raises(ClosedError):
+        asyncio.run(client.call_utility_async("echo", 1))
 
 
 def test_bc40_from_the_reader_thread() -> None:

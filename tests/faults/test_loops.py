@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from queue import Empty, SimpleQueue
 from statistics import quantiles
 from typing import Any
 
 import numpy as np
 import pytest
 
+from engine_client import ClosedError, EngineDeadError
+from engine_client.clients.in_flight import InFlight
+from engine_client.clients.outputs import OutputQueue
+from engine_client.deadline import Deadline
 from engine_client.testing.scripted import Script
 from helpers.calls import async_client, make_array
-from helpers.clients import make_request, session_of
+from helpers.clients import make_request, pid_of, session_of
 from helpers.procs import run_script
 from helpers.scenes import Waiter
 from helpers.timing import DEADLOCK, MS, eventually
@@ -178,6 +185,43 @@ def test_bc27_a_loop_that_ends_in_the_middle(end: Callable[..., None], ranks: in
                 eventually(lambda rank=rank: asyncio.run(requests_of(client, rank)) == [])
         assert len(session_of(client).in_flight) == 0
         assert client.utility_results == {}
+
+
+@RANKS
+@pytest.mark.parametrize("end", ["close", "last output", "death"])
+def test_bc20_others_who_wait_in_a_stream_are_told_of_its_end(end: str, ranks: int) -> None:
+    """Tasks in ``next`` of a stream that is closed, whose last output another one gets, or whose engine dies, end."""
+
+    async def main(client: Any) -> set[type]:
+        stream = client.stream(make_request("a", 2))
+        tasks = [asyncio.ensure_future(stream.next()) for _ in range(20)]
+        await asyncio.sleep(0.1)
+        if end == "close":
+            await stream.aclose()
+        elif end == "death":
+            os.kill(pid_of(client), signal.SIGKILL)
+        done, waiting = await asyncio.wait(tasks, timeout=DEADLOCK)
+        assert not waiting
+        return {type(task.exception()) for task in done if task.exception() is not None}
+
+    with async_client(ranks, Script(step_seconds=0.3)) as client:
+        kinds = asyncio.run(main(client))
+        assert kinds <= {EngineDeadError, StopAsyncIteration} if end == "death" else kinds == {StopAsyncIteration}
+
+
+def test_bc20_who_looks_while_another_has_the_end_in_hand() -> None:
+    """A task that looks while the mark of the end is taken and about to be put back does not sleep on."""
+
+    class Taken(SimpleQueue):  # type: ignore[type-arg]  # not in Python 3.10
+        def get(self, *_: Any) -> Any:
+            super().get(False)
+            raise Empty
+
+    queue = OutputQueue(InFlight())
+    queue.queue = Taken()
+    queue.end(ClosedError)
+    with pytest.raises(ClosedError):
+        queue.take(Deadline(0), [])
 
 
 async def requests_of(client: Any, rank: int) -> Any:

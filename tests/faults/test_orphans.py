@@ -41,13 +41,15 @@ ENDS = {
 class Host:
     """A process with a client whose engine is busy with something; in the environment's mark, to be found again."""
 
-    def __init__(self, told_at: Path, method: str, doing: str, then: str = "", **popen: Any) -> None:
+    def __init__(
+        self, told_at: Path, method: str, doing: str, then: str = "", colour: str = "sync", **popen: Any
+    ) -> None:
         self.doing = doing
         self.told_at = told_at
         self.mark = f"host-{os.getpid()}-{time.monotonic_ns()}"
         self.errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by close
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", then + DRIVE, method, doing, str(told_at)],
+            [sys.executable, "-W", "error", "-c", then + DRIVE, method, doing, str(told_at), colour],
             env=script_environment(ENGINE_CLIENT_TEST_RUN=self.mark),
             **{"stdin": subprocess.DEVNULL, "stderr": self.errors, "start_new_session": True, **popen},
         )
@@ -151,6 +153,14 @@ PAIRS: list[tuple[str, StartMethod]] = [
 def test_bc03_nothing_outlives_the_client_s_process(how: str, method: str, start: Callable[..., Host]) -> None:
     """Engine and grandchildren are gone 2 s after any end of the host, whatever the engine is doing."""
     end([start(method, doing) for doing in DOINGS], ENDS[how])
+
+
+@pytest.mark.parametrize(
+    ("how", "colour"), [("SIGKILL", "dp"), ("SIGTERM", "async"), pytest.param("SIGSEGV", "dp", marks=pytest.mark.full)]
+)
+def test_bc03_nothing_outlives_a_process_with_an_event_loop(how: str, colour: str, start: Callable[..., Host]) -> None:
+    """The same of asyncio clients: each of two ranks, and what is below it, is gone 2 s after the end of the host."""
+    end([start("exec", doing, colour=colour) for doing in DOINGS], ENDS[how])
 
 
 def test_bc03_the_memory_goes_too(start: Callable[..., Host]) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from engine_client import (
     ClientOptions,
+    EngineConfig,
     HandshakeTimeout,
     RemoteCallError,
     StartupError,
@@ -27,6 +28,7 @@ from engine_client.testing.faults import frozen
 from engine_client.testing.inventory import descendants
 from engine_client.testing.scripted import Script
 from helpers.clients import collect, make_request, scripted_client
+from helpers.colours import make_coloured
 from helpers.doomed import FailsUnpicklably, Nest
 from helpers.fakes import several_engines
 from helpers.procs import run_script
@@ -153,6 +155,36 @@ def test_bc01_one_of_two_ranks_fails() -> None:
     assert not descendants()
 
 
+def start_ranks(colour: str, *scripts: Script, **options: Any) -> Any:
+    """Return a client whose ranks start as these scripts say."""
+    config = EngineConfig(additional_config={"scripts": scripts})
+    config.parallel_config.data_parallel_size = len(scripts)
+    return make_coloured(
+        colour, config, None, False, ClientOptions(engine_target="helpers.doomed:build_by_rank", **options)
+    )
+
+
+@pytest.mark.parametrize(
+    ("failure", "text"),
+    [
+        ({"start_error": ValueError("unique marker")}, "unique marker"),
+        ({"start_death": "exit0"}, "exit code 0"),
+        ({"start_death": "sigkill"}, "SIGKILL"),
+    ],
+)
+@pytest.mark.parametrize("colour", ["sync", "dp"])
+def test_bc01_a_client_whose_second_rank_fails(colour: str, failure: Any, text: str) -> None:
+    """The constructor raises within 2 s and names rank 1 and its end only; rank 0, ready or not, is gone by then."""
+    for first in (Script(grandchildren=1), Script(grandchildren=1, start_seconds=60)):
+        with took_at_most(2.0), pytest.raises(StartupError, match="engine core 1") as caught:
+            start_ranks(colour, first, Script(start_seconds=0.2, **failure))
+        assert text in str(caught.value)
+        assert "engine core 0" not in str(caught.value)
+        assert not descendants()
+    with start_ranks(colour, Script(), Script()) as client:
+        assert client.call_utility("echo", 1, ranks=[0, 1]) == [1, 1]
+
+
 @pytest.mark.parametrize("how", ["exit3", "sigkill"])
 def test_bc01_both_ranks_fail(how: Any) -> None:
     """Every rank that failed by the time of the error is named, and none that has not."""
@@ -261,6 +293,14 @@ def test_bc16_the_deadline_covers_every_phase(stall: str, method: str, monkeypat
 
 
 @pytest.mark.slow
+def test_bc16_a_second_rank_that_is_late() -> None:
+    """One deadline is for all ranks: the error names the rank that is late and no other, and nothing is left."""
+    with took_at_most(2.0), pytest.raises(HandshakeTimeout, match="engine core 1") as caught:
+        start_ranks("dp", Script(), Script(start_seconds=60), ready_timeout=1.0)
+    assert "engine core 0" not in str(caught.value)
+    assert not descendants()
+
+
 @pytest.mark.parametrize("limit", [10.0, None])
 def test_bc16_a_slow_engine_starts_within_its_limit(limit: float | None) -> None:
     """An engine that takes 3 s starts with a limit of 10 s, and without one."""

@@ -24,6 +24,7 @@ __all__ = [
     "Nest",
     "Spiteful",
     "break_shutdown",
+    "build_by_rank",
     "die_at",
     "hang_up",
     "ignore_sigterm",
@@ -128,6 +129,15 @@ class Spiteful(Exception):
         return "spiteful"
 
     __repr__ = __str__
+
+
+def build_by_rank(vllm_config: Any, executor_class: Any, log_stats: bool, context: Any) -> Any:
+    """Build a scripted engine whose script is the one of its rank; for ``ClientOptions(engine_target=...)``."""
+    from engine_client.testing.scripted import build_engine
+
+    settings = vllm_config.additional_config
+    settings["script"] = settings["scripts"][context.rank]
+    return build_engine(vllm_config, executor_class, log_stats, context)
 
 
 class Loud(Exception):

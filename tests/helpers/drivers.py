@@ -18,6 +18,7 @@ from engine_client import ClientOptions, EngineConfig, SyncMPClient
 from engine_client.engine.executor import Batch, ModelOutput
 from engine_client.testing.executors import EchoExecutor
 from engine_client.testing.faults import hold_gil, start_grandchild
+from helpers.colours import make_coloured
 
 __all__ = ["DOINGS", "Busy", "drive", "handle_sigint", "moments", "reap_all", "sigint_count", "tell"]
 
@@ -85,19 +86,19 @@ class Busy(EchoExecutor):
         return {"engine": os.getpid(), "grandchildren": self.grandchildren}
 
 
-def client_for(method: str, doing: str, told: str, **options: Any) -> SyncMPClient:
-    """Return a client whose engine does, or will do, what ``doing`` says."""
+def client_for(method: str, doing: str, told: str, colour: str = "sync", **options: Any) -> Any:
+    """Return a client whose engines do, or will do, what ``doing`` says."""
     config = EngineConfig(additional_config={"doing": doing, "told": told})
-    return SyncMPClient(config, Busy, False, options=ClientOptions(start_method=method, **options))  # type: ignore[arg-type]
+    return make_coloured(colour, config, Busy, False, ClientOptions(start_method=method, **options))  # type: ignore[arg-type]
 
 
-def drive(method: str, doing: str, told: str) -> None:
+def drive(method: str, doing: str, told: str, colour: str = "sync") -> None:
     """Be a host with a client, until this process is killed; SIGUSR1 makes it call ``os._exit``."""
     from helpers.clients import make_request
 
     signal.alarm(120)  # should the test itself be killed
     signal.signal(signal.SIGUSR1, lambda *_: os._exit(3))
-    client = client_for(method, doing, told)
+    client = client_for(method, doing, told, colour)
     client.collective_rpc("stray")
     # Both arenas hold 64 MiB.
     kept = client.collective_rpc("echo", args=(memoryview(bytearray(64 * MIB)),))
