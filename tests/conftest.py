@@ -15,7 +15,7 @@ from engine_client.testing.leaks import LeakGuard
 from helpers.procs import stop_multiprocessing_daemons
 
 # tox has an environment of its own for these.
-collect_ignore = [] if find_spec("torch") else ["with_torch"]
+collect_ignore = [f"with_{name}" for name in ("torch", "uvloop") if not find_spec(name)]
 
 settings.register_profile(
     "engine_client",
