@@ -70,12 +70,16 @@ class Caller:
         """Send a call to engines that have room; waits for nothing; return those that take nothing any more."""
         gone = []
         frame = encode_utility(0, method, args, main_importable=self._traffic.main_importable)
-        for index, link in enumerate(fan_out.links):
-            call_id = fan_out.register(index)
-            try:
-                self._traffic.send(link, frame._replace(ref=call_id))
-            except LinkGoneError:
-                gone.append(link)
+        try:
+            for index, link in enumerate(fan_out.links):
+                call_id = fan_out.register(index)
+                try:
+                    self._traffic.send(link, frame._replace(ref=call_id))
+                except LinkGoneError:
+                    gone.append(link)
+        except BaseException:
+            fan_out.discard()  # as its owner will, unless a second interrupt is quicker: no reply would end the call
+            raise
         return gone
 
     def fail_lost(self, fan_out: FanOut) -> None:

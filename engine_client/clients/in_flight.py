@@ -135,12 +135,13 @@ class InFlight:
         """
         if key is None:
             key = self.new_key()
+        owner = threading.get_ident() if owner is None else owner  # not below, where an interrupt would leave it out
         with self._lock:
             self._settle()
             if self._keys.get(request_id) in self._ids:
                 raise ValueError(f"request {request_id!r:.100} is already running: choose another id or abort it first")
             self._ids[key] = request_id
-            self._owners[key] = threading.get_ident() if owner is None else owner
+            self._owners[key] = owner
             self._ranks[key] = rank
             self._of_rank.setdefault(rank, set()).add(key)
             self._keys[request_id] = key

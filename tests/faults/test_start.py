@@ -465,11 +465,11 @@ def test_bc19_one_rank_fails_while_the_others_load() -> None:
 @pytest.mark.parametrize(
     "acquire",
     [
-        "mp.create_memory",
-        "mp.ArenaWriter",
+        "session.create_memory",
+        "session.ArenaWriter",
         "mp.Session",
-        "mp.launch_engine",
-        "start._pipe_pair",
+        "starter.launch_engine",
+        "start.pipe_pair",
         "start.create_memory",
         "start.StatusReader",
         "start.ArenaReader",
