@@ -254,6 +254,29 @@ def test_a_stream_ends_with_its_engine() -> None:
         run(main())
 
 
+@pytest.mark.parametrize("end", ["close", "read to the end"])
+def test_those_who_wait_in_a_stream_that_is_over_are_let_go(end: str) -> None:
+    """Closed by another task, or read to its end by another, a stream ends for all who iterate over it."""
+
+    async def main() -> None:
+        stream = client.stream(make_request("a", 20 if end != "close" else LONG))
+        await stream.next()
+
+        async def count() -> int:
+            return len([output async for output in stream])
+
+        tasks = [asyncio.create_task(count()) for _ in range(3)]
+        if end == "close":
+            await asyncio.sleep(0.05)
+            await stream.aclose()
+        counts = await asyncio.gather(*tasks)
+        assert end == "close" or sum(counts) == 19
+        assert await running(client) == []
+
+    with async_client(script=Script(step_seconds=0.02)) as client:
+        run(main())
+
+
 def test_a_stream_whose_loop_is_closed_is_aborted() -> None:
     """Left waiting by a loop that ended without a word, it is aborted in the engine by the next batch."""
 

@@ -153,3 +153,30 @@ def test_a_call_can_be_discarded_by_the_id_that_it_will_have() -> None:
     calls.discard(call_id)
     assert len(calls) == 0
     assert not calls.settle(call_id, result=1)
+
+
+def test_the_calls_to_one_engine_fail_alone() -> None:
+    """Each with an error of its own; calls to other engines wait on."""
+    calls = PendingCalls()
+    mine = [calls.new(rank=1)[1] for _ in range(3)]
+    call_id, other = calls.new(rank=0)
+    assert calls.has_rank(1)
+    calls.fail_rank(1, lambda: KeyError("gone"))
+    errors = [reply.exception(0) for reply in mine]
+    assert all(isinstance(error, KeyError) for error in errors)
+    assert len(set(map(id, errors))) == 3
+    assert not calls.has_rank(1)
+    assert calls.has_rank(0)
+    assert list(calls.replies) == [call_id]
+    assert not other.done()
+
+
+def test_the_calls_of_an_owner_who_is_gone_are_given_up() -> None:
+    """Nobody hears of their replies; calls of others, and of threads, wait on."""
+    calls = PendingCalls()
+    loop, other = object(), object()
+    theirs = [calls.new(owner=loop)[0] for _ in range(2)]
+    kept = [calls.new(owner=other)[0], calls.new()[0]]
+    calls.discard_of(loop)
+    assert list(calls.replies) == kept
+    assert not any(calls.settle(call_id, result=1) for call_id in theirs)

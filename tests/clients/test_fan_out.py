@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine_client import RemoteCallError
+from engine_client import EngineStalledError, RemoteCallError
 from engine_client.clients.calls import PendingCalls
 from engine_client.clients.fan_out import FanOut, value_of
 from engine_client.deadline import Deadline
@@ -112,6 +112,21 @@ def test_those_who_are_late_are_named() -> None:
     _, fan_out = call_to(3)
     with pytest.raises(TimeoutError, match=r"the utility 'x' was not answered within 0\.01 s$"):
         fan_out.wait(Deadline(0.01))
+
+
+def test_engines_that_do_not_respond_are_described() -> None:
+    """A question about health that was not answered tells, of each that is late, what it was last seen doing."""
+    calls, fan_out = call_to(0, 1)
+    for link in fan_out.links:
+        status = SimpleNamespace(describe=lambda rank=link.rank: f"doing {rank}")
+        link.status = SimpleNamespace(snapshot=lambda status=status: status)  # type: ignore[assignment]
+    answer(calls, fan_out.ids[0], "pong")
+    assert fan_out.late == fan_out.links[1:]
+    text = r"not responding: no answer within 0\.5 s; engine core 1 \(pid 101\): doing 1$"
+    with pytest.raises(EngineStalledError, match=text):
+        raise fan_out.stalled_error(Deadline(0.5))
+    unsent = FanOut(calls, fan_out.links, "unsent")
+    assert unsent.late == fan_out.links
 
 
 def test_a_call_that_is_given_up_leaves_no_entry() -> None:

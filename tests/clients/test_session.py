@@ -20,6 +20,7 @@ from engine_client import (
     ForeignProcessError,
     RemoteCallError,
 )
+from engine_client.clients import session as module
 from engine_client.clients.session import Session
 from engine_client.deadline import Deadline
 from engine_client.errors import RemoteProtocolError
@@ -282,7 +283,7 @@ def test_a_death_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_failure_of_the_reader_itself_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     """A defect in the reader is told to everybody instead of hanging them."""
     with session() as (s, peer):
-        monkeypatch.setattr(s, "_take", lambda *_: (_ for _ in ()).throw(SystemExit(1)))
+        monkeypatch.setattr(module, "deliver", lambda *_, **__: (_ for _ in ()).throw(SystemExit(1)))
         peer.channel.send(encode_reply(1, 1))
         with pytest.raises(EngineDeadError) as caught:
             s.get(DEADLOCK)

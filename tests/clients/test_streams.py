@@ -173,6 +173,26 @@ def test_a_stream_ends_with_its_engine() -> None:
         assert len(session_of(client).streams) == 0
 
 
+@pytest.mark.parametrize("end", ["close", "read to the end"])
+def test_those_who_wait_in_a_stream_that_is_over_are_let_go(end: str) -> None:
+    """Closed by another thread, or read to its end by another, a stream ends for all who iterate over it."""
+    counts: list[int] = []
+    with scripted_client(script=Script(step_seconds=0.02)) as client:
+        stream = client.stream(make_request("a", 20 if end != "close" else LONG))
+        threads = [threading.Thread(target=lambda: counts.append(len(list(stream)))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        if end == "close":
+            threading.Event().wait(0.05)
+            stream.close()
+        for thread in threads:
+            thread.join(DEADLOCK)
+            assert not thread.is_alive()
+        assert len(counts) == 3
+        assert end == "close" or sum(counts) == 20
+        assert running(client) == []
+
+
 def test_an_interrupt_in_another_call_leaves_streams_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in ``get_output`` aborts what that has in flight; a stream of the same thread is a call of its own."""
 

@@ -185,7 +185,7 @@ def test_in_frame_and_end_tell_a_border_from_the_middle():
     [
         b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
         raw_prefix(kind=0),
-        raw_prefix(kind=14),
+        raw_prefix(kind=max(Kind) + 1),
         raw_prefix(flags=0x80),
         raw_prefix(header_length=1 << 62),
         raw_prefix(header_length=(1 << 64) - 1),
