@@ -25,6 +25,7 @@ __all__ = [
     "Spiteful",
     "break_shutdown",
     "build_by_rank",
+    "build_by_sign",
     "die_at",
     "hang_up",
     "ignore_sigterm",
@@ -137,6 +138,24 @@ def build_by_rank(vllm_config: Any, executor_class: Any, log_stats: bool, contex
 
     settings = vllm_config.additional_config
     settings["script"] = settings["scripts"][context.rank]
+    return build_engine(vllm_config, executor_class, log_stats, context)
+
+
+def build_by_sign(vllm_config: Any, executor_class: Any, log_stats: bool, context: Any) -> Any:
+    """Build a scripted engine; ranks from 2 on look into the file ``sign`` for what is to become of them.
+
+    That is ``raise``, ``hang`` or ``slow``; no file: all is well.
+    """
+    from engine_client.testing.scripted import build_engine
+
+    sign = Path(vllm_config.additional_config["sign"])
+    what = sign.read_text() if context.rank >= 2 and sign.exists() else ""
+    if what == "raise" and context.rank == 3:
+        raise ValueError("unique marker")
+    if what == "hang" and context.rank == 3:
+        time.sleep(60)
+    if what == "slow":
+        time.sleep(1.0)
     return build_engine(vllm_config, executor_class, log_stats, context)
 
 
