@@ -71,7 +71,7 @@ def pend(client: Any, number: int) -> list[Waiter]:
     ("method", "number", "colour"),
     [
         ("exec", 1000, "sync"),
-        ("exec", 100, "async"),
+        pytest.param("exec", 100, "async", marks=pytest.mark.full),
         ("exec", 20, "dp"),
         ("fork", 1, "sync"),
         pytest.param("fork", 1000, "sync", marks=pytest.mark.full),
@@ -215,7 +215,7 @@ def test_bc20_others_who_wait_in_a_stream_are_told_of_its_end(end: str) -> None:
     ("method", "colour"),
     [
         ("exec", "sync"),
-        ("exec", "async"),
+        pytest.param("exec", "async", marks=pytest.mark.full),
         ("exec", "dp"),
         *(pytest.param(method, "sync", marks=pytest.mark.full) for method in METHODS[1:]),
     ],

@@ -491,9 +491,7 @@ def test_bc26_collected_on_a_reader_thread(whose: str) -> None:
 # -- BC-40: shutdown ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("method", "colour"), [*((method, "sync") for method in METHODS), ("exec", "async"), ("exec", "dp")]
-)
+@pytest.mark.parametrize(("method", "colour"), [*((method, "sync") for method in METHODS), ("exec", "dp")])
 def test_bc40_idle(method: str, colour: str) -> None:
     """An idle engine is shut down in less than 0.2 s (the best of five: the machine is shared)."""
     times = []
@@ -560,7 +558,7 @@ STATES = {
     [
         ("exec", 0.0, "sync"),
         ("exec", 1.0, "sync"),
-        ("exec", 0.0, "async"),
+        pytest.param("exec", 0.0, "async", marks=pytest.mark.full),
         ("exec", 0.3, "dp"),
         *(pytest.param(method, t, "sync", marks=pytest.mark.full) for method in METHODS[1:] for t in (0.0, 1.0)),
     ],

@@ -38,7 +38,7 @@ FLAGS = ("-W", "error", "-W", "ignore:This process:DeprecationWarning", "-W", "i
     ("method", "colour"),
     [
         ("exec", "sync"),
-        ("exec", "async"),
+        pytest.param("exec", "async", marks=pytest.mark.full),
         ("exec", "dp"),
         ("forkserver", "sync"),
         ("fork", "sync"),

@@ -27,7 +27,7 @@ from helpers.timing import DEADLOCK, eventually, took_at_most
 LENGTH = 20
 NUMBER = 50
 
-OF_PROCESSES = ["exec", "async", "dp", pytest.param("fork", marks=pytest.mark.full)]
+OF_PROCESSES = ["exec", "dp", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("async", "fork"))]
 kinds = pytest.mark.parametrize("kind", ["inproc", *OF_PROCESSES])
 two_kinds = pytest.mark.parametrize("kind", OF_PROCESSES)
 

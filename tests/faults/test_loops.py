@@ -297,7 +297,7 @@ async def bustle(client: Any, ranks: int, seconds: float) -> tuple[Heart, list[f
 )
 def test_bc57_a_loop_goes_on_beside_large_and_many_outputs(ranks: int, seconds: float) -> None:
     """A heartbeat is late by less than 25 ms in 99 of 100 beats and by 150 ms at most; no consumer starves."""
-    for _ in range(3):  # other programs run on the machine
+    for _ in range(5):  # other programs run on the machine
         with async_client(ranks, Script(step_seconds=0.01)) as client:
             heart, firsts = asyncio.run(bustle(client, ranks, seconds))
         assert len(firsts) == 50

@@ -12,7 +12,7 @@ import pytest
 
 from engine_client import FinishReason, SerializationError
 from helpers.clients import collect, make_request, scripted_client, session_of
-from helpers.colours import COLOURS
+from helpers.scenes import EACH_COLOUR
 from helpers.timing import took_at_most
 
 
@@ -63,7 +63,7 @@ def unsendable() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(params=COLOURS)
+@pytest.fixture(params=EACH_COLOUR)
 def client(request):
     """Yield a client of scripted engines."""
     with scripted_client(colour=request.param) as made:

@@ -22,6 +22,7 @@ from helpers.colours import COLOURS, make_coloured
 from helpers.timing import DEADLOCK, eventually
 
 __all__ = [
+    "EACH_COLOUR",
     "METHODS",
     "Waiter",
     "check_dead",
@@ -44,8 +45,11 @@ def methods(*always: StartMethod) -> pytest.MarkDecorator:
     )
 
 
-colours = pytest.mark.parametrize("colour", COLOURS)
-"""Parametrise over the clients of processes: blocking, asyncio, and asyncio with two data-parallel ranks."""
+EACH_COLOUR = [pytest.param(colour, marks=pytest.mark.full) if colour == "async" else colour for colour in COLOURS]
+"""As ``COLOURS``; the one with a single rank is for the full matrix, since the one with two is of the same class."""
+
+colours = pytest.mark.parametrize("colour", EACH_COLOUR)
+"""Parametrise over the clients of processes."""
 
 
 def client_of(
