@@ -13,10 +13,10 @@ from engine_client.config import EngineConfig
 from engine_client.testing.executors import EchoExecutor
 from engine_client.testing.leaks import LeakGuard
 from helpers import raising
-from helpers.clients import collect, make_request, reader_of, scripted_client
+from helpers.clients import collect, make_request, reader_of, scripted_client, session_of
 from helpers.procs import run_script
 from helpers.raising import ATTRIBUTES, FAULTS, LARGE, STAND_INS, TARGET, make_error
-from helpers.scenes import Waiter, check_dead, methods
+from helpers.scenes import METHODS, Waiter, check_dead, methods
 from helpers.timing import eventually, took_at_most
 
 BOUND = 2.0
@@ -63,9 +63,9 @@ def check_error(error: Any, name: str, place: str) -> None:
         assert len(str(error)) == LARGE + 2
 
 
-def utilities(method: str) -> None:
+def utilities(method: str, colour: str) -> None:
     """Have a utility of one client fail in every way, now and later."""
-    with LeakGuard(), scripted_client(engine_target=TARGET, start_method=method) as client:
+    with LeakGuard(), scripted_client(engine_target=TARGET, start_method=method, colour=colour) as client:
         reader = reader_of(client)
         waiting = Waiter(lambda: client.call_utility("deferred", "unharmed", 1.5), again=False)
         eventually(lambda: client.utility_results)
@@ -85,15 +85,16 @@ def utilities(method: str) -> None:
         assert client.utility_results == {}
 
 
-def steps(method: str, *names: str) -> None:
+def steps(method: str, colour: str, *names: str) -> None:
     """Have steps of engines raise; a call, a request and a second call wait for each."""
     for name in names:
         with LeakGuard():
-            client = scripted_client(engine_target=TARGET, start_method=method)
+            client = scripted_client(engine_target=TARGET, start_method=method, colour=colour)
+            ranks = list(session_of(client).links)[-1:]
             waiters = [Waiter(lambda c=client: c.call_utility("deferred")), Waiter(client.get_output)]  # type: ignore[misc]
             eventually(lambda c=client: c.utility_results)  # type: ignore[misc]
             began = time.monotonic()
-            client.call_utility("raise_in_step", name)
+            client.call_utility("raise_in_step", name, ranks=ranks)
             for waiter in waiters:
                 error = waiter.end(began, BOUND)
                 assert type(error) is EngineDeadError
@@ -104,20 +105,29 @@ def steps(method: str, *names: str) -> None:
             del client, waiter, waiters, error
 
 
+CLIENTS = [
+    ("exec", "sync"),
+    ("exec", "dp"),
+    *(pytest.param(method, "sync", marks=pytest.mark.full) for method in METHODS[1:]),
+]
+
+
 @pytest.mark.slow
-@methods()
-def test_bc07_a_utility_that_fails_in_every_way(method: str) -> None:
+@pytest.mark.parametrize(("method", "colour"), CLIENTS)
+def test_bc07_a_utility_that_fails_in_every_way(method: str, colour: str) -> None:
     """Each call ends in the original or a documented stand-in with the engine's traceback; the client serves on."""
-    assert run_script(SCENE, "utilities", method).check().stdout == "done\n"
+    assert run_script(SCENE, "utilities", method, colour).check().stdout == "done\n"
 
 
 @pytest.mark.crash
 @pytest.mark.slow
-@methods()
+@pytest.mark.parametrize(
+    ("method", "colour"), [("exec", "sync"), *(pytest.param(m, "dp", marks=pytest.mark.full) for m in METHODS)]
+)
 @pytest.mark.parametrize("part", [0, 1])
-def test_bc07_a_step_that_fails_in_every_way(part: int, method: str) -> None:
+def test_bc07_a_step_that_fails_in_every_way(part: int, method: str, colour: str) -> None:
     """The original or its stand-in is the cause of every waiter's EngineDeadError, within 2 s."""
-    result = run_script(SCENE, "steps", method, *list(FAULTS)[part::2]).check()
+    result = run_script(SCENE, "steps", method, colour, *list(FAULTS)[part::2]).check()
     assert result.stdout == "done\n"
 
 

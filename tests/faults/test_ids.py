@@ -18,7 +18,6 @@ from engine_client.ipc.channel import Channel
 from engine_client.protocol.wire import encode_abort
 from engine_client.testing.faults import frozen
 from helpers.clients import make_request, pid_of, pids_of, scripted_client, session_of
-from helpers.colours import COLOURS
 from helpers.inside import tables
 from helpers.procs import run_script
 from helpers.scenes import client_of, colours
@@ -66,7 +65,7 @@ class Reader:
 @contextmanager
 def served(kind: str) -> Iterator[tuple[Any, Reader]]:
     """Yield a client of a real engine core; check that both sides are empty in the end."""
-    with client_of("exec", colour=kind) if kind in COLOURS else client_of(kind) as client:
+    with client_of(kind) as client:
         yield client, Reader(client)
         if isinstance(client, InprocClient):
             assert client.collective_rpc(tables) == [(0, False)]

@@ -32,7 +32,7 @@ PREFIX = 24 + 24
 """Bytes of a prefix and of a table with one segment."""
 
 
-def pipe_client(script: Script | None = None, **options: Any) -> SyncMPClient:
+def pipe_client(script: Script | None = None, **options: Any) -> Any:
     """Return a client whose payloads all go through the pipe."""
     return scripted_client(script, arena_limit=0, **options)
 
@@ -98,10 +98,11 @@ def test_bc33_senders_from_many_threads_stay_at_the_mark() -> None:
             assert [name for name in found if name[0] == str(thread)] == [f"{thread}-{number}" for number in range(8)]
 
 
+@pytest.mark.parametrize("colour", ["sync", "async"])
 @pytest.mark.parametrize("stall", ["stopped", "in a call"])
-def test_bc33_an_engine_that_does_not_read(stall: str) -> None:
+def test_bc33_an_engine_that_does_not_read(stall: str, colour: str) -> None:
     """add_request waits at the mark and can be interrupted; abort and shutdown keep their bounds all the while."""
-    client = pipe_client(high_water=8 * MIB)
+    client = pipe_client(high_water=8 * MIB, colour=colour)
     pid = pid_of(client)
     payload = np.zeros(8 * MIB, np.uint8)
     if stall == "stopped":
@@ -130,9 +131,10 @@ def test_bc33_an_engine_that_does_not_read(stall: str) -> None:
     wait_gone(pid, 0.5)
 
 
-def test_bc33_an_engine_that_reads_on_after_a_while() -> None:
+@pytest.mark.parametrize("colour", ["sync", "async"])
+def test_bc33_an_engine_that_reads_on_after_a_while(colour: str) -> None:
     """What an interrupted caller had begun to send is undone, and the stream is whole when the engine reads on."""
-    with pipe_client(high_water=4 * MIB) as client:
+    with pipe_client(high_water=4 * MIB, colour=colour) as client:
         with frozen(pid_of(client)):
             for number in range(2):
                 client.add_request(pool_request(f"early{number}", pattern(number, 4 * MIB)))

@@ -46,7 +46,8 @@ def check(kind, **options):
         else:
             raise AssertionError("no error")
         if kind != "inproc":
-            print(kind, "memory", client._session.links[0].channel.in_memory, client._session.writer.fallbacks)
+            in_memory = sum(link.channel.in_memory for link in client._session.links.values())
+            print(kind, "memory", in_memory, client._session.writer.fallbacks)
         client.add_request(pool_request("aborted", pattern(9, MIB).reshape(1, -1)))
         client.abort_requests(["aborted"])
         assert client.is_sleeping() is False
@@ -67,8 +68,8 @@ def run_basics(prepare: str, kinds: str, options: str = "", **kwargs: Any) -> Sc
 
 
 KINDS = [
-    "inproc exec",
-    pytest.param("spawn forkserver fork", marks=pytest.mark.full),
+    "inproc exec dp",
+    pytest.param("spawn forkserver fork async", marks=pytest.mark.full),
 ]
 
 

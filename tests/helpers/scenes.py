@@ -55,7 +55,9 @@ colours = pytest.mark.parametrize("colour", EACH_COLOUR)
 def client_of(
     kind: str, executor: Any = EchoExecutor, settings: Any = None, colour: str = "sync", **options: Any
 ) -> Any:
-    """Return a client of a kind (``inproc``, or a start method) and colour with an executor and its settings."""
+    """Return a client of a kind (``inproc``, a start method, or a colour) with an executor and its settings."""
+    if kind in COLOURS:
+        kind, colour = "exec", kind
     config = EngineConfig(additional_config=dict(settings or {}))
     if kind == "inproc":
         return InprocClient(config, executor, False)
