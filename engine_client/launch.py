@@ -50,20 +50,25 @@ class CoreEngines(SyncUtilities, MPClient):
         if options is not None:
             refuse_restart(options)
         self.endpoints: list[Endpoint] = []
-        front_ends = self._front_ends = FrontEnds(client_count)
         try:
+            run_aside(lambda: self._prepare(client_count))
             super().__init__(False, vllm_config, executor_class, log_stats, options=options)
             try:
-                run_aside(lambda: self._make_endpoints(front_ends))
+                run_aside(self._make_endpoints)
             except BaseException:
                 self.shutdown(0)
                 raise
         finally:
-            front_ends.close()
+            if self._front_ends is not None:
+                self._front_ends.close()
 
-    def _make_endpoints(self, front_ends: FrontEnds) -> None:
+    def _prepare(self, client_count: int) -> None:
+        self._front_ends = FrontEnds(client_count)
+
+    def _make_endpoints(self) -> None:
         session = self._session
-        self.endpoints = front_ends.endpoints(session.links, self.responses, session.lock_step)
+        assert self._front_ends is not None
+        self.endpoints = self._front_ends.endpoints(session.links, self.responses, session.lock_step)
 
     def call_utility(
         self, method: str, *args: Any, timeout: float | None = None, ranks: Iterable[int] | None = None

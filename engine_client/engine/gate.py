@@ -88,6 +88,9 @@ class Gate:
 
     def drop(self, front_end: FrontEnd) -> tuple[list[str], BaseException | None]:
         """Let go of a front-end; return the ids of its requests, and what was wrong with what it has sent."""
+        if not front_end.channel.ended and not front_end.has_died():
+            text = "client %d has taken nothing for a second, and %d bytes wait for it: it is cut off"
+            front_end.log.warning(text, front_end.index, front_end.channel.backlog)
         self._selector.unregister(front_end.channel.fileno())
         if front_end.pidfd >= 0:
             self._selector.unregister(front_end.pidfd)

@@ -46,6 +46,29 @@ def test_it_has_the_engines_and_ends_none() -> None:
         engines.check_health()
 
 
+def test_big_buffers_go_through_memory_of_its_own() -> None:
+    """Each front-end has an arena in either direction; neither gets what is the other's."""
+    with launched(2, 2) as engines:
+        clients = [guest_client(endpoint) for endpoint in engines.endpoints]
+        with clients[0], clients[1]:
+            for number, client in enumerate(clients):
+                sent = bytes([number]) * (1 << 20)
+                assert asyncio.run(client.call_utility_async("echo", sent)) == sent
+                shared = client.allocate(1 << 20)
+                shared[:] = sent
+                assert asyncio.run(client.call_utility_async("echo", bytearray(shared))) == sent
+                assert all(link.channel.in_memory for link in session_of(client).links.values())
+
+
+def test_it_tells_what_becomes_of_the_engines() -> None:
+    """States are read from the pages that all share."""
+    with launched(2, 1) as engines, guest_client(engines.endpoints[0]) as client:
+        with client.engine_events() as events:
+            assert [next(events).rank for _ in range(2)] == [0, 1]
+        with pytest.raises(NotImplementedError, match="belong to the process that has launched them"):
+            asyncio.run(client.scale_elastic_ep(3))
+
+
 @pytest.mark.parametrize("which", ["the launcher's", "a fresh one", "a copy of the launcher's"])
 def test_capacities_are_told_once(which: str) -> None:
     """The sum over the ranks is the same whether or not the configuration comes from the launcher."""

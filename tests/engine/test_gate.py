@@ -55,7 +55,9 @@ def fill(front_end: FrontEnd, size: int = 2 * LIMIT) -> None:
     front_end.send_result(1, b"x" * size)
 
 
-def test_one_that_does_not_take_anything_is_lost_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_does_not_take_anything_is_lost_after_a_second(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is given a second from the moment that something waits, however long the step was in which that came."""
     with gated() as (gate, (stalled, _), _):
         clock = Clock(monkeypatch)
@@ -73,6 +75,7 @@ def test_one_that_does_not_take_anything_is_lost_after_a_second(monkeypatch: pyt
         assert gate.is_lost(stalled)
         gate.drop(stalled)
         assert not gate.is_blocked()
+        assert "client 0 has taken nothing for a second" in caplog.text
 
 
 def test_one_that_reads_is_not_lost_however_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +105,7 @@ def test_the_last_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not gate.is_lost(only)
 
 
-def test_a_process_that_ends_is_seen_whoever_holds_its_pipe() -> None:
+def test_a_process_that_ends_is_seen_whoever_holds_its_pipe(caplog: pytest.LogCaptureFixture) -> None:
     """The selector wakes up for the end of the process that was named, and the front-end counts as lost."""
     with gated() as (gate, (front_end, _), _), subprocess.Popen(["sleep", "600"]) as process:
         gate.attach(front_end, encode_text(Kind.ATTACH, str(process.pid)))
@@ -113,6 +116,7 @@ def test_a_process_that_ends_is_seen_whoever_holds_its_pipe() -> None:
         gate.wait([30.0])
         assert gate.is_lost(front_end)
         assert gate.drop(front_end) == ([], None)
+        assert "cut off" not in caplog.text
         assert repr(gate) == "<Gate connected=1 of 2>"
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,15 @@ def requests_of(engines: Any) -> list[set[str]]:
 
 def all_requests(engines: Any) -> set[str]:
     return set().union(*requests_of(engines))
+
+
+def memory_of(pid: int) -> set[str]:
+    """Return what memory a process has open, by what it is for."""
+    names = set()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            names.add(os.readlink(f"/proc/{pid}/fd/{fd}").partition("engine-client-engine-")[2].split(" ")[0])
+    return names
 
 
 def guests_of(stack: ExitStack, engines: Any, **options: Any) -> list[Guest]:
@@ -124,6 +133,23 @@ def test_every_output_is_accounted_for_exactly_once(ranks: int, count: int, requ
         assert min(steps) > 0
 
 
+@pytest.mark.crash
+@pytest.mark.slow
+def test_what_is_left_is_accounted_for_when_others_are_killed_in_between() -> None:
+    """Two of three front-ends are killed at some moment; the third one's outputs are all there, once."""
+    with launched(2, 3) as engines, ExitStack() as stack:
+        guests = guests_of(stack, engines)
+        for number, guest in enumerate(guests):
+            guest.ask(shake, 300, 8, number)
+        for guest in guests[1:]:
+            time.sleep(0.1)
+            guest.kill()
+        complete, aborted = guests[0].answer()
+        assert complete + aborted == 300
+        eventually(lambda: all_requests(engines) == set(), DEADLOCK)
+        engines.check_health()
+
+
 # -- a front-end ends ----------------------------------------------------------------------------------------------
 
 
@@ -138,6 +164,9 @@ def test_a_front_end_that_dies_has_its_requests_aborted() -> None:
         eventually(lambda: all_requests(engines) == {"0/a", "0/b", "1/a"}, DEADLOCK)
         first.kill()
         eventually(lambda: all_requests(engines) == {"1/a"}, 2000 * MS)
+        engines.endpoints[0].close()  # then nobody holds its memory
+        for pid in (os.getpid(), *pids_of(engines)):
+            assert {"requests-0", "requests-1"} & memory_of(pid) == {"requests-1"}
         assert second.do(finish, ["b"], 5)[0] == {"b": 5}
 
 
