@@ -7,6 +7,7 @@ import signal
 import zlib
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -41,8 +42,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", metavar="K/N", default="1/1", help="run the K-th of N parts of the tests")
 
 
+FAULTS = Path(__file__).parent / "faults"
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests of other shares."""
+    """Mark the fault scenarios, and leave out the tests of other shares."""
+    for item in items:
+        if FAULTS in item.path.parents:
+            item.add_marker("fault")
     part, parts = map(int, config.getoption("--share").split("/"))
     mine = [zlib.crc32(item.nodeid.encode()) % parts == part - 1 for item in items]
     config.hook.pytest_deselected(items=[item for item, keep in zip(items, mine, strict=True) if not keep])
