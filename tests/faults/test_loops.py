@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import random
 import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from queue import Empty, SimpleQueue
 from statistics import quantiles
 from typing import Any
@@ -20,9 +22,10 @@ from engine_client import ClosedError, EngineDeadError
 from engine_client.clients.in_flight import InFlight
 from engine_client.clients.outputs import OutputQueue
 from engine_client.deadline import Deadline
+from engine_client.testing.faults import frozen
 from engine_client.testing.scripted import Script
 from helpers.calls import async_client, make_array
-from helpers.clients import make_request, pid_of, session_of
+from helpers.clients import make_request, pid_of, pids_of, session_of
 from helpers.procs import run_script
 from helpers.scenes import Waiter
 from helpers.timing import DEADLOCK, MS, eventually
@@ -228,6 +231,167 @@ async def requests_of(client: Any, rank: int) -> Any:
     """Return the ids that an engine has."""
     ((info),) = await client.call_utility_async("info", ranks=[rank])
     return info["requests"]
+
+
+# -- BC-13, BC-50: cancelled and interrupted ---------------------------------------------------------------------------
+
+BIG = np.arange(1 << 17, dtype=np.uint8)
+
+
+async def next_of_stream(client: Any) -> None:
+    """Read one output of a stream, and leave it to be dropped."""
+    await client.stream(make_request("x", LONG)).next()
+
+
+OPERATIONS: dict[str, Callable[[Any], Coroutine[Any, Any, Any]]] = {
+    "add": lambda client: client.add_request_async(make_request("x", LONG)),
+    "add big": lambda client: client.add_request_async(make_request("x", LONG, None, prompt_embeds=BIG)),
+    "call": lambda client: client.call_utility_async("echo", 1),
+    "big call": lambda client: client.call_utility_async("collective_rpc", make_array, None, (MIB,)),
+    "get": lambda client: client.get_output_async(),
+    "health": lambda client: client.check_health_async(),
+    "stream": next_of_stream,
+}
+
+
+async def check_clean(client: Any) -> None:
+    """Check that nothing of what was cancelled is left, and that the next calls get their own."""
+    session = session_of(client)
+    assert await client.call_utility_async("echo", 7, timeout=DEADLOCK) == 7
+    assert (len(session.in_flight), len(session.calls), len(session.streams), len(session.room)) == (0, 0, 0, 0)
+    await client.add_request_async(make_request("x", 2))
+    tokens = 0
+    while tokens < 2:
+        for output in (await client.get_output_async(timeout=DEADLOCK)).outputs:
+            assert output.request_id == "x"
+            tokens += len(output.new_token_ids)
+    for rank in session.links:
+        assert await requests_of(client, rank) == []
+
+
+@RANKS
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_bc50_cancelled_at_every_turn_of_the_loop(operation: str, ranks: int) -> None:
+    """A task that is cancelled after any number of turns leaves tables, memory and engines as they were."""
+
+    async def main(client: Any) -> None:
+        for turns in [*range(12), 20, 40, 80, 160]:
+            task = asyncio.ensure_future(OPERATIONS[operation](client))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert task.cancelled() or task.exception() is None, task.exception()
+            if not task.cancelled() and operation.startswith("add"):
+                await client.abort_requests_async(["x"])
+            del task
+            await check_clean(client)
+        for rank in range(ranks):  # each engine keeps its last request
+            async for _ in client.stream(make_request("last", 1, data_parallel_rank=rank)):
+                pass
+        await asyncio.to_thread(eventually, lambda: session_of(client).writer.used == 0)
+
+    with async_client(ranks, Script(step_seconds=0.001)) as client:
+        asyncio.run(main(client))
+
+
+@RANKS
+def test_bc50_cancelled_while_there_is_no_room(ranks: int) -> None:
+    """Of senders that wait for a stopped engine, those that are cancelled send nothing; what others send arrives."""
+
+    def add(name: str) -> Any:
+        return client.add_request_async(make_request(name, 1, None, prompt_embeds=BIG))
+
+    async def main() -> None:
+        with ExitStack() as stack:
+            for pid in pids_of(client):
+                stack.enter_context(frozen(pid))
+            for number in range(8 * ranks):  # beyond the mark, and what the sockets hold
+                await asyncio.wait_for(add(f"first{number}"), DEADLOCK)
+                if all(link.channel.backlog > BIG.nbytes for link in session_of(client).links.values()):
+                    break
+            waiting = [asyncio.ensure_future(add(f"r{number}")) for number in range(100)]
+            calls = [asyncio.ensure_future(client.call_utility_async("echo", BIG)) for _ in range(20)]
+            await asyncio.sleep(0.1)
+            assert len(session_of(client).room) == 120
+            for task in [*waiting[::2], *calls]:
+                task.cancel()
+            await asyncio.gather(*waiting[::2], *calls, return_exceptions=True)
+        await asyncio.gather(*waiting[1::2])
+        ended: set[str] = set()
+        while len(session_of(client).in_flight):
+            outputs = (await client.get_output_async(timeout=DEADLOCK)).outputs
+            ended |= {output.request_id for output in outputs if output.finished}
+        assert {name for name in ended if name.startswith("r")} == {f"r{number}" for number in range(1, 100, 2)}
+        await check_clean(client)
+
+    with async_client(ranks, high_water=BIG.nbytes, arena_limit=0) as client:
+        asyncio.run(main())
+
+
+STORM = """
+import asyncio, random, signal, sys, time
+import numpy as np
+from engine_client.testing.scripted import Script
+from helpers.calls import async_client
+from helpers.clients import make_request, session_of
+
+ranks, rounds, seed = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+rng = random.Random(seed)
+big = np.arange(1 << 20, dtype=np.uint8)
+signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+async def busy(client):
+    async def read():
+        while True:
+            await client.get_output_async()
+    async def stream(number):
+        async for _ in client.stream(make_request(f"stream{number}", 10**6)):
+            pass
+    async def call():
+        while True:
+            assert (await client.call_utility_async("echo", big)).nbytes == big.nbytes
+    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-4, 3e-2))
+    for number in range(4):
+        await client.add_request_async(make_request(f"old{number}", 10**6))
+    await asyncio.gather(read(), stream(1), stream(2), call())
+
+async def use(client, number):
+    await client.add_request_async(make_request("old1", 2))
+    await client.add_request_async(make_request("stream1", 3))
+    tokens = {"old1": 0, "stream1": 0}
+    while sum(tokens.values()) < 5:
+        for output in (await client.get_output_async(timeout=20)).outputs:
+            tokens[output.request_id] += len(output.new_token_ids)
+    assert tokens == {"old1": 2, "stream1": 3}
+    assert await client.call_utility_async("echo", number, timeout=20) == number
+    for rank in range(ranks):
+        info, = await client.call_utility_async("info", ranks=[rank], timeout=20)
+        assert info["requests"] == [], info["requests"]
+    session = session_of(client)
+    assert (len(session.in_flight), len(session.calls), len(session.streams)) == (0, 0, 0)
+
+with async_client(ranks, Script(step_seconds=2e-4)) as client:
+    for number in range(rounds):
+        try:
+            asyncio.run(busy(client))
+        except KeyboardInterrupt:
+            pass
+        else:
+            raise AssertionError("no interrupt")
+        asyncio.run(use(client, number))
+print("OK")
+"""
+
+
+@RANKS
+@pytest.mark.parametrize("rounds", [15, pytest.param(200, marks=[pytest.mark.stress, pytest.mark.slow])])
+def test_bc13_ctrl_c_ends_a_run_and_leaves_the_next_one_clean(rounds: int, ranks: int) -> None:
+    """After Ctrl-C at random moments of ``asyncio.run`` the next run sees nothing of what it interrupted."""
+    result = run_script(STORM, str(ranks), str(rounds), str(random.random()), timeout=110, flags=())
+    # An interrupt in the middle of asyncio's own callbacks makes asyncio tell of it.
+    assert (result.returncode, result.stdout, result.left) == (0, "OK\n", []), result
+    assert "engine_client" not in result.stderr
 
 
 # -- BC-57 -------------------------------------------------------------------------------------------------------------
