@@ -32,7 +32,7 @@ __all__ = ["SLICE", "SMALL", "reduce_array", "reduce_memoryview", "reduce_ndarra
 
 SMALL: Final = 4096
 """Below this many bytes a copy costs less than a segment of its own (measured: about 2 us, Linux x86-64)."""
-SLICE: Final = 4 << 20
+SLICE: Final = 1 << 20
 """Most bytes copied at once: between two slices other threads can run."""
 
 

@@ -15,7 +15,7 @@ import pytest
 from engine_client import EngineDeadError, FinishReason
 from engine_client.testing.faults import frozen
 from engine_client.testing.scripted import Script
-from helpers.calls import async_client, make_array, make_bytes
+from helpers.calls import async_client, give_bytes, make_array, make_bytes
 from helpers.clients import make_request, session_of
 from helpers.timing import DEADLOCK, MS, eventually, took_at_most
 
@@ -305,26 +305,30 @@ def test_outputs_that_are_always_ready_starve_nobody() -> None:
     """While one coroutine takes thousands of batches that are there, another one goes on every few milliseconds."""
 
     async def main() -> None:
-        beats: list[float] = []
+        taken = 0
+        beats: list[tuple[float, int]] = []
         over = asyncio.Event()
 
         async def beat() -> None:
             while not over.is_set():
-                beats.append(time.monotonic())
+                beats.append((time.monotonic(), taken))
                 await asyncio.sleep(0)
 
-        await client.add_request_async(make_request("a", 20_000))
-        await asyncio.to_thread(eventually, lambda: session_of(client).outputs.queue.qsize() >= 20_000, DEADLOCK)
+        await client.add_request_async(make_request("a", count))
+        await asyncio.to_thread(eventually, lambda: session_of(client).outputs.queue.qsize() >= count, DEADLOCK)
         beating = asyncio.create_task(beat())
         await asyncio.sleep(0)
-        began = time.monotonic()
-        assert len((await collect(client, 1))["a"]) == 20_000
-        took = time.monotonic() - began
+        while taken < count:
+            taken += len((await client.get_output_async()).outputs)
         over.set()
         await beating
-        assert max(b - a for a, b in itertools.pairwise(beats)) < 50 * MS
-        assert len(beats) >= took / (50 * MS)
+        beats.append((time.monotonic(), taken))
+        pauses = [(later[0] - earlier[0], later[1] - earlier[1]) for earlier, later in itertools.pairwise(beats)]
+        # Where other programs hold this one up, time passes in which nothing is taken either.
+        assert not [pause for pause in pauses if pause[0] > 50 * MS and pause[1] > count // 4]
+        assert len(beats) > 5
 
+    count = 20_000
     with async_client() as client:
         run(main())
 
@@ -349,41 +353,60 @@ async def _delays(action: Callable[[], Awaitable[Any]]) -> float:
     return max(late)
 
 
+def _compute() -> None:
+    """Do what any thread may do for a while."""
+    until = time.monotonic() + 0.3
+    while time.monotonic() < until:
+        pass
+
+
+async def _is_held_up(action: Callable[[], Awaitable[Any]]) -> bool:
+    """Tell whether something holds the loop up for 50 ms each time, beyond what other threads and programs do."""
+    for _ in range(5):
+        usual = await _delays(lambda: asyncio.to_thread(_compute))
+        if await _delays(action) < usual + 50 * MS:
+            return False
+    return True
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [make_array, make_bytes])
 def test_a_huge_result_holds_up_no_other_task(make: Any) -> None:
-    """While 256 MiB arrive, as an array or as bytes, a beat of 10 ms is never late by 50."""
+    """While 256 MiB arrive, as an array or as bytes, a beat of 10 ms is not late by 50."""
 
     async def get() -> None:
         [value] = await client.collective_rpc_async(make, args=(256 << 20,))
         assert len(value) == 256 << 20
         assert value[-1] == 7
 
-    async def main() -> list[float]:
+    async def main() -> None:
         await client.collective_rpc_async(make, args=(1,))  # imports what it needs
-        return [await _delays(get) for _ in range(3)]
+        assert not await _is_held_up(get)
 
     with async_client() as client:
-        # The best of three: other programs hold this process up, too.
-        assert min(run(main())) < 50 * MS
+        run(main())
 
 
 @pytest.mark.slow
 def test_a_huge_output_holds_up_no_other_task() -> None:
-    """A request's output of 64 MiB is decoded aside."""
+    """The same of 256 MiB in the output of a request, whether or not that is a stream."""
 
     async def get() -> None:
-        await client.add_request_async(make_request("a", 1, prompt_embeds=payload))
+        await client.add_request_async(make_request("a", 1))
         (output,) = (await client.get_output_async()).outputs
-        assert output.pooling_output == payload
+        assert len(output.pooling_output) == 256 << 20
 
-    async def main() -> list[float]:
-        await client.call_utility_async("set_echo_tensor", True)
-        return [await _delays(get) for _ in range(3)]
+    async def iterate() -> None:
+        async for output in client.stream(make_request("s", 1)):
+            assert len(output.pooling_output) == 256 << 20
 
-    payload = bytes(64 << 20)
+    async def main() -> None:
+        await client.collective_rpc_async(give_bytes, args=(256 << 20,))
+        for action in (get, iterate):
+            assert not await _is_held_up(action)
+
     with async_client() as client:
-        assert min(run(main())) < 50 * MS
+        run(main())
 
 
 def test_those_who_wait_in_any_loop_hear_of_a_death() -> None:

@@ -7,15 +7,18 @@ import copy
 import gc
 import os
 import signal
+import threading
+import time
 from typing import Any
 
 import pytest
 
-from engine_client import DPAsyncMPClient, EngineDeadError
+from engine_client import ClosedError, DPAsyncMPClient, EngineDeadError
+from engine_client.clients.endpoint import Endpoint
 from engine_client.testing.scripted import Script
 from helpers.clients import make_request, pids_of, session_of
 from helpers.guests import config_of, finish, guest_client, launched
-from helpers.timing import DEADLOCK, eventually
+from helpers.timing import DEADLOCK, MS, eventually, took_at_most
 
 
 def external(ranks: int, rank: int) -> Any:
@@ -126,6 +129,44 @@ def test_engines_that_are_gone_already_are_told() -> None:
             eventually(lambda: not client.is_alive, DEADLOCK)
             with pytest.raises(EngineDeadError, match="died; the process that has launched it knows how"):
                 asyncio.run(client.add_request_async(make_request("a")))
+
+
+def test_engines_that_have_left_already_are_told() -> None:
+    """Whoever comes after their goodbye is told at once, though there is no process that could be watched."""
+    with launched(1, 1) as engines:
+        numbers = list(map(os.dup, engines.endpoints[0].pass_fds))
+        late = Endpoint.from_text(str(engines.endpoints[0]), numbers)
+        engines.shutdown()
+        with guest_client(late) as client, took_at_most(1000 * MS):
+            with pytest.raises(EngineDeadError, match="was shut down") as caught:
+                asyncio.run(forever(client))
+            assert not isinstance(caught.value, ClosedError)
+
+
+async def forever(client: Any) -> None:
+    """Send requests and read outputs until an error comes."""
+    for number in range(1_000_000):
+        await client.add_request_async(make_request(f"r{number}"))
+        await client.get_output_async()
+
+
+@pytest.mark.slow
+def test_a_goodbye_is_enough() -> None:
+    """How long an engine takes to end behind it is its launcher's to wait for."""
+    with launched(1, 1) as engines:
+        engines.collective_rpc(end_slowly)
+        with guest_client(engines.endpoints[0]) as client:
+            closing = threading.Thread(target=engines.shutdown)
+            closing.start()
+            with took_at_most(1500 * MS), pytest.raises(EngineDeadError, match="was shut down"):
+                asyncio.run(client.get_output_async())
+            assert closing.is_alive()
+            closing.join()
+
+
+def end_slowly(core: Any) -> None:
+    """Have an engine take two seconds to end."""
+    core.shutdown = lambda: time.sleep(2)
 
 
 def test_ranks_in_lock_step_wake_up_for_any_front_end() -> None:

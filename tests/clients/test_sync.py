@@ -542,3 +542,22 @@ def test_a_signal_handler_may_call_inside_of_a_call() -> None:
         assert told == list(range(len(told)))
         assert len(told) > 3
         assert all(len(outputs) <= 2 for name, outputs in found.items() if name != "long")
+
+
+def test_the_blocking_client_serves_several_ranks() -> None:
+    """Requests go to the ranks that they ask for, calls to all, or to those named; outputs come together."""
+    config = EngineConfig()
+    config.parallel_config.data_parallel_size = 2
+    with scripted_client(config=config) as client:
+        assert client.is_dp
+        assert client.core_engines == [b"\0\0", b"\1\0"]
+        for name, rank in (("a", 0), ("b", 1), ("c", None)):
+            client.add_request(make_request(name, 4, data_parallel_rank=rank))
+        assert {name: len(outputs) for name, outputs in collect(client, 3).items()} == {"a": 4, "b": 4, "c": 4}
+        assert len(list(client.stream(make_request("s", 3, data_parallel_rank=1)))) == 3
+        assert client.call_utility("echo", 1) == 1
+        first, second = client.call_utility("info", ranks=[0, 1])
+        assert first["pid"] != second["pid"]
+        assert second["steps"] > 0
+        with pytest.raises(ValueError, match=r"data_parallel_rank 2 is not one of the ranks \[0, 1\]"):
+            client.add_request(make_request("wrong", data_parallel_rank=2))

@@ -371,24 +371,21 @@ def test_a_request_for_an_engine_that_dies_under_it_goes_elsewhere() -> None:
         assert s.in_flight.count(1) == 0
 
 
-def test_a_request_that_is_placed_behind_a_death_fails_as_the_others() -> None:
-    """The rank is dead already when the request gets into the table: it ends with the rank's error all the same."""
+def test_a_request_for_a_rank_that_dies_once_it_was_chosen_goes_elsewhere() -> None:
+    """The death is dealt with before the request gets into the table, where nobody would look for it any more."""
     with played_session(2, on_engine_death="continue") as (s, peers):
-        link = peers[1].link
-        send = link.channel.send
+        choose, link = s.router.choose, peers[1].link
 
-        def die_behind_it(frame: Frame) -> bool:
-            waiting, s.fail_requests = s.fail_requests, lambda rank: None  # type: ignore[method-assign]
-            sent = send(frame)
+        def choose_and_die(request: Any) -> Any:
+            s.router.choose = choose  # type: ignore[method-assign]
             link.handle.kill()
             eventually(link.over.done, DEADLOCK)
-            s.fail_requests = waiting  # type: ignore[method-assign]
-            return sent
+            return link
 
-        link.channel.send = die_behind_it  # type: ignore[method-assign]
-        s.add(make_request("a", data_parallel_rank=1))
-        (output,) = s.get(DEADLOCK).outputs
-        assert (output.request_id, output.finish_reason) == ("a", FinishReason.ERROR)
+        s.router.choose = choose_and_die  # type: ignore[method-assign]
+        s.add(make_request("a"))
+        assert s.in_flight.ranks_of(s.in_flight.of_rank(0)) == {received(peers[0], Kind.ADD)[0].ref: 0}
+        assert s.in_flight.count(1) == 0
 
 
 def test_without_any_rank_left_requests_are_refused() -> None:

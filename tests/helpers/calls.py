@@ -17,7 +17,7 @@ from engine_client.testing.scripted import TARGET, Script
 from helpers.peers import Peer, played_engine
 from helpers.timing import DEADLOCK, eventually
 
-__all__ = ["async_client", "call", "make_array", "make_bytes", "played_session", "received"]
+__all__ = ["async_client", "call", "give_bytes", "make_array", "make_bytes", "played_session", "received"]
 
 
 def async_client(
@@ -83,3 +83,15 @@ def received(peer: Peer, kind: Kind, count: int = 1) -> list[Frame]:
 
     eventually(look, DEADLOCK)
     return found
+
+
+def give_bytes(core: Any, count: int) -> None:
+    """Have an engine add that many bytes to each output."""
+    real = core.advance
+
+    def advance(running: Any) -> Any:
+        index, output = real(running)
+        output.pooling_output = make_bytes(core, count)
+        return index, output
+
+    core.advance = advance
