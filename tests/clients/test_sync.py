@@ -17,6 +17,7 @@ import pytest
 
 from engine_client import (
     ClosedError,
+    EngineConfig,
     EngineDeadError,
     FinishReason,
     RemoteCallError,
