@@ -46,7 +46,7 @@ def deliver(traffic: Traffic, link: EngineLink, frame: Frame, *, is_quiet: bool,
         return Deadline(EXIT_TIMEOUT)
     elif kind == Kind.GOODBYE:
         link.farewell = str(decode_text(frame))
-        return Deadline(grace)
+        return Deadline(0.0 if link.is_foreign else grace)  # how a process ends that is not ours is nothing to wait for
     return None
 
 

@@ -246,10 +246,11 @@ class Session(Traffic):
 
     def on_end(self, rank: int, error: BaseException | None) -> None:
         """Take the end of a stream: at once when it is broken, else when the process ends, which is due now."""
-        self.links[rank].life.happened(Event.EOF if error is None else Event.VIOLATION)
-        if error is not None:
+        link = self.links[rank]
+        link.life.happened(Event.EOF if error is None else Event.VIOLATION)
+        if error is not None or link.handle.sentinel < 0:  # else nothing may tell: it was gone before it was watched
             self._die(rank, error)
-        elif self.links[rank].farewell is None:
+        elif link.farewell is None:
             self._reader.set_deadline(rank, Deadline(EXIT_TIMEOUT))
 
     def on_exit(self, rank: int) -> None:
@@ -281,7 +282,7 @@ class Session(Traffic):
         link = self.links[rank]
         if link.over.done():
             return
-        if link.handle.is_alive():
+        if link.handle.is_alive() and not (link.is_foreign and link.farewell is not None):
             if link.last_words is None and fault is None:
                 fault = RemoteProtocolError("it closed its channel and did not end")
             self.group.kill_now([rank])
