@@ -64,7 +64,7 @@ class Late:
 class Burst:
     """Requests that are sent at once; ``chosen`` counts them by rank."""
 
-    def __init__(self, client: Any, size: int, tokens: int = 3) -> None:
+    def __init__(self, client: Any, size: int, tokens: int) -> None:
         self.client = client
         self.names = [f"r{n}" for n in range(size)]
         self.tokens = tokens
@@ -78,9 +78,12 @@ class Burst:
         self.chosen = Counter({rank: in_flight.count(rank) - before[rank] for rank in range(RANKS)})
 
     async def end(self) -> None:
-        """Abort every second request, and read the others to their end."""
+        """Abort every second request, and read the others to their end if they have one."""
         await self.client.abort_requests_async(self.names[::2])
         left = set(self.names[1::2])
+        if self.tokens == LONG:
+            await self.client.abort_requests_async(list(left))
+            left.clear()
         while left:
             outputs = await self.client.get_output_async(timeout=DEADLOCK)
             left -= {output.request_id for output in outputs.outputs if output.finished}
@@ -102,7 +105,9 @@ def check_empty(client: Any) -> None:
 @pytest.mark.parametrize("size", [8, 64, 400, 1000])
 def test_bc18_a_burst_is_spread_evenly_whatever_the_pages_say(client: Any, size: int) -> None:
     """Four ranks that tell nothing differ by at most 1; ranks that tell, now or long ago, by at most 2 or 5 percent."""
-    burst = Burst(client, size)
+    burst = Burst(
+        client, size, LONG
+    )  # none ends while others are sent: a busy machine may run one rank more than another
     with never(client):
         asyncio.run(burst.send())
         assert burst.difference <= 1, burst.chosen
@@ -125,7 +130,7 @@ def test_bc18_twenty_bursts_do_not_drift(client: Any) -> None:
     async def main() -> Counter[int]:
         total: Counter[int] = Counter()
         for _ in range(20):
-            burst = Burst(client, 30)
+            burst = Burst(client, 30, 20)
             await both(burst)
             assert burst.difference <= 2, burst.chosen
             total += burst.chosen
