@@ -25,6 +25,7 @@ from engine_client.clients.fan_out import LARGE_REPLY, FanOut
 from engine_client.clients.link import EngineLink
 from engine_client.clients.mailbox import Mailboxes
 from engine_client.clients.mp import MPClient
+from engine_client.clients.router import LinkClosedError
 from engine_client.clients.traffic import OVER_TIMEOUT, LinkGoneError
 from engine_client.clients.utilities import AsyncUtilities
 from engine_client.config import ClientOptions
@@ -102,6 +103,8 @@ class AsyncMPClient(AsyncUtilities, MPClient):
             await self._wait_for_room(link, Deadline(None))
             try:
                 return session.place(link, request, prompt, key, queue, self._mailboxes.current())
+            except LinkClosedError:
+                continue
             except LinkGoneError as error:
                 await self._mailboxes.wait(error.link.over, OVER_TIMEOUT)
                 session.raise_death(error.link)  # unless there is another rank to go to

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from engine_client.clients.endings import closed_ending
 from engine_client.clients.fan_out import FanOut
 from engine_client.clients.link import EngineLink
 from engine_client.clients.traffic import LinkGoneError, Traffic
@@ -43,13 +44,16 @@ class Caller:
         """
         self._traffic.ensure_alive()
         ranks = None if ranks is None else list(ranks)
-        for rank in ranks or ():
-            if rank in self._traffic.deaths:
-                raise self._traffic.deaths[rank].error()
+        for rank in () if closed_too else ranks or ():
+            ending = self._traffic.deaths.get(rank)
+            if ending is not None:
+                raise ending.error()
         links = self._traffic.router.links_of(ranks, closed_too=closed_too)
         if not links and ranks is None:
             raise self._traffic.last_death().error()
-        return FanOut(self._traffic.calls, links, f"the utility {method!r}")
+        fan_out = FanOut(self._traffic.calls, links, f"the utility {method!r}")
+        fan_out.is_to_all, fan_out.is_to_closed = ranks is None, closed_too
+        return fan_out
 
     def send(self, fan_out: FanOut, method: str, args: tuple[Any, ...], deadline: Deadline) -> None:
         """Send a call that was begun; wait while there is no room.
@@ -67,12 +71,21 @@ class Caller:
         self.fail_lost(fan_out)
 
     def place(self, fan_out: FanOut, method: str, args: tuple[Any, ...]) -> list[EngineLink]:
-        """Send a call to engines that have room; waits for nothing; return those that take nothing any more."""
+        """Send a call to engines that have room; waits for nothing; return those that take nothing any more.
+
+        Raises:
+            EngineDeadError, ValueError: as ``begin``: an engine has died since then, or is being taken away.
+        """
         gone = []
         frame = encode_utility(0, method, args, main_importable=self._traffic.main_importable)
         try:
-            for index, link in enumerate(fan_out.links):
-                call_id = fan_out.register(index)
+            for index in range(len(fan_out.links)):
+                fan_out.register(index)
+            # Who takes a rank away first closes it and then looks for calls: one of the two sees the other.
+            closed = self._traffic.router.closed.intersection(link.rank for link in fan_out.links)
+            if closed and not fan_out.is_to_closed:
+                self._leave_out(fan_out, closed)
+            for call_id, link in zip(fan_out.ids, fan_out.links, strict=True):
                 try:
                     self._traffic.send(link, frame._replace(ref=call_id))
                 except LinkGoneError:
@@ -82,9 +95,19 @@ class Caller:
             raise
         return gone
 
+    def _leave_out(self, fan_out: FanOut, closed: Iterable[int]) -> None:
+        """Go on with the other engines, if the call is not to certain ones; raise if that cannot be."""
+        if not fan_out.is_to_all:
+            self.begin(fan_out.what, closed)  # says what is wrong with them
+        fan_out.leave_out(closed)
+        if not fan_out.links:
+            self._traffic.ensure_alive()
+            raise self._traffic.last_death().error()
+
     def fail_lost(self, fan_out: FanOut) -> None:
         """End the calls to engines that died while they were sent: whoever failed the table may have come before."""
         for index, link in enumerate(fan_out.links):
-            ending = self._traffic.ending or self._traffic.deaths.get(link.rank)
-            if ending is not None and (self._traffic.ending is not None or link.over.done()):
-                fan_out.fail(index, ending.error())
+            if self._traffic.ending is not None:
+                fan_out.fail(index, self._traffic.ending.error())
+            elif link.over.done():
+                fan_out.fail(index, (link.over.result() or closed_ending()).error())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from engine_client.clients.link import EngineLink
 from engine_client.clients.session import Session
 from engine_client.ipc.status_page import EngineStatus
 from engine_client.protocol.lifecycle import State
@@ -20,20 +21,21 @@ def conditions(session: Session) -> list[tuple[EngineStatus, str]]:
     found = []
     for rank, link in sorted(session.links.items()):
         page = link.status.snapshot()
-        condition, detail = _condition(session, rank, page)
+        condition, detail = _condition(session, link, page)
         found.append((replace(page, rank=rank, condition=condition), detail))
     return found
 
 
-def _condition(session: Session, rank: int, page: EngineStatus) -> tuple[str, str]:
-    link = session.links[rank]
-    if session.ending is None and link.life.state < State.READY:
-        return "starting", link.phase
-    ending = session.ending or session.deaths.get(rank)
-    if ending is not None:
+def _condition(session: Session, link: EngineLink, page: EngineStatus) -> tuple[str, str]:
+    if session.ending is not None:
+        return "dead", session.ending.message
+    ending = session.deaths.get(link.rank)
+    if ending is not None and (link.over.done() or link.life.state > State.READY):  # else it is being started again
         return "dead", ending.message
-    if rank in session.leaving or rank in session.router.closed:
+    if link.rank in session.departing:
         return "leaving", ""
+    if link.life.state < State.READY or link.rank in session.router.closed:
+        return "starting", link.phase
     limit = session.options.stall_timeout
     if limit is not None and page.is_in_step and time.monotonic() - page.step_began_at > limit:
         return "stalled", page.describe()

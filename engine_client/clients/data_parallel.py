@@ -9,11 +9,16 @@ Threads: as ``AsyncMPClient``.
 
 from __future__ import annotations
 
+import os
+import threading
+import weakref
 from typing import Any
 
 from engine_client.clients.aio import AsyncMPClient
+from engine_client.clients.calls import Reply
+from engine_client.clients.elastic import Elastic
 from engine_client.ipc.group_page import MOST_RANKS
-from engine_client.messages import EngineCoreOutputs
+from engine_client.messages import EngineCoreOutputs, EngineCoreReadyResponse
 
 __all__ = ["DPAsyncMPClient", "DPLBAsyncMPClient"]
 
@@ -56,9 +61,9 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
     async def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
         """Change the number of ranks while requests are served; none is lost.
 
-        New ranks get requests as soon as they are ready.  Ranks that leave, which are those with the highest numbers,
-        get no more and finish what they have first; their outputs may be taken later.  Cancelling the await does not
-        undo the change.
+        New ranks get requests as soon as they are ready; they are paused if the others are.  Dead ones that others have
+        survived are started again.  Ranks that leave, which are those with the highest numbers, get no more and finish
+        what they have first; their outputs may be taken later.  Cancelling the await does not undo the change.
 
         Args:
             new_data_parallel_size: how many ranks there are to be.
@@ -76,14 +81,33 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
             raise ValueError(f"new_data_parallel_size must be 1 to {MOST_RANKS}, not {size}")
         if self._session.is_guest:
             raise NotImplementedError("the engines belong to the process that has launched them, which alone can scale")
-        await self._on_a_thread(self._scale, size)
+        reply = Reply()
+        # A thread of its own, which neither the end of the loop waits for, nor the client's: it may take long.
+        arguments = (weakref.ref(self), self._elastic, size, reply)
+        threading.Thread(target=_scale, args=arguments, name=f"engine-client-scale-{os.getpid()}", daemon=True).start()
+        await self._mailboxes.wait(reply)
+        reply.result()
 
-    def _scale(self, size: int) -> None:
-        joined, left = self._elastic.scale(size)
-        cache = self.vllm_config.cache_config
+    def _scaled(self, size: int, joined: dict[int, EngineCoreReadyResponse], left: list[int]) -> None:
+        """Tell in the configuration what there is now."""
+        gone = [self.responses.pop(rank) for rank in (*joined, *left) if rank in self.responses]
         self.responses.update(joined)
-        cache.num_gpu_blocks += sum(response.num_gpu_blocks for response in joined.values())
-        cache.num_gpu_blocks -= sum(self.responses.pop(rank).num_gpu_blocks for rank in left)
+        change = sum(ready.num_gpu_blocks for ready in joined.values()) - sum(ready.num_gpu_blocks for ready in gone)
+        self.vllm_config.cache_config.num_gpu_blocks += change
         self.vllm_config.parallel_config.data_parallel_size = size
         self.engine_ranks_managed = sorted(self._session.links)
         self.core_engines = [rank.to_bytes(2, "little") for rank in self.engine_ranks_managed]
+
+
+def _scale(client: weakref.ref[DPLBAsyncMPClient], elastic: Elastic, size: int, reply: Reply) -> None:
+    """Change the number of ranks of a client that may be dropped meanwhile; tell how that went."""
+    try:
+        joined, left = elastic.scale(size)
+        owner = client()
+        if owner is not None:
+            owner._scaled(size, joined, left)  # noqa: SLF001  # its own part
+        del owner  # perhaps the last reference: whoever waits for the reply has another
+    except BaseException as error:  # noqa: BLE001  # raised by whoever waits
+        reply.set_exception(error)
+    else:
+        reply.set_result(None)

@@ -2,14 +2,16 @@
 
 ::
 
-    bring_up:  closed to requests ─▶ launch ─▶ READY ─▶ watched ─▶ open         on failure: killed and forgotten
-    take_down: closed to requests ─▶ what it has ends ─▶ SHUTDOWN ─▶ forgotten
+    bring_up: closed to requests ─▶ launch ─▶ READY ─▶ watched ─▶ in the others' state ─▶ open
+                                        └─ fails ─▶ killed; what was before is there again
+    shrink:   closed to requests ─▶ what it has ends ─▶ SHUTDOWN ─▶ forgotten
 
 Ranks in lock-step change their number while the group is paused, so that all of them see it at the same step.
 
 Invariants: I7 (every wait ends with the session), I11.
 
-Threads: any, one call at a time; none of it may run on the reader's thread or on an event loop's.
+Threads: any, but neither the reader's nor an event loop's.  One call of ``scale`` at a time; whoever starts or ends a
+rank claims it meanwhile, so that a restart and a change of the number do not meet.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from engine_client.clients.caller import Caller
+from engine_client.clients.endings import name_and_text
 from engine_client.clients.session import Session
 from engine_client.clients.starter import Starter
 from engine_client.clients.traffic import LinkGoneError
 from engine_client.config import ready_timeout
 from engine_client.deadline import Deadline
 from engine_client.errors import EngineDeadError
-from engine_client.ipc.latch import Latch
+from engine_client.ipc.latch import LONGEST_SLEEP, Latch
 from engine_client.messages import EngineCoreReadyResponse
 from engine_client.protocol.framing import Kind
 from engine_client.protocol.wire import PING, encode_text
@@ -35,6 +38,8 @@ __all__ = ["Elastic"]
 
 _LOOK: Final = 0.005
 """Seconds between looks at what a leaving rank still has to do."""
+
+Responses = dict[int, EngineCoreReadyResponse]
 
 
 class Elastic:
@@ -50,12 +55,14 @@ class Elastic:
         self._starter = starter
         self._caller = Caller(session)
         self._busy = threading.Lock()
+        self._claims = threading.Condition()
+        self._claimed: set[int] = set()  # guarded by _claims
 
     def __repr__(self) -> str:
         return f"<Elastic ranks={sorted(self._session.links)}>"
 
-    def scale(self, size: int) -> tuple[dict[int, EngineCoreReadyResponse], list[int]]:
-        """Have ranks 0 to ``size`` - 1; return what the new ones reported, and which have left.
+    def scale(self, size: int) -> tuple[Responses, list[int]]:
+        """Have ranks 0 to ``size`` - 1, dead ones started again; return what new ones reported, and which have left.
 
         Raises:
             RuntimeError: another change is under way.
@@ -66,133 +73,185 @@ class Elastic:
             raise RuntimeError("the number of ranks is being changed already: wait until that has ended")
         try:
             self._session.ensure_alive()
-            ranks = sorted(self._session.links)
-            joined = self._grow([rank for rank in range(size) if rank not in ranks])
-            left = [rank for rank in ranks if rank >= size]
-            self._shrink(left)
-            return joined, left
+            joined = self._grow(size)
+            return joined, self._shrink(size)
         finally:
             self._busy.release()
 
-    # -- joining -------------------------------------------------------------------------------------------------------
-
-    def _grow(self, ranks: list[int]) -> dict[int, EngineCoreReadyResponse]:
-        if not ranks:
-            return {}
-        responses = self.bring_up(ranks, open_now=False)
-        with self._paused():
-            self._set_members()
-            if self._session.lock_step is not None:
-                # The second answer comes behind a look at the members.
-                self._call(PING, ranks)
-                self._call(PING, ranks)
-        self._session.router.closed.difference_update(ranks)
-        return responses
-
-    def bring_up(self, ranks: list[int], *, open_now: bool = True) -> dict[int, EngineCoreReadyResponse]:
-        """Start engines and serve them; return what each reported.
-
-        Args:
-            ranks: numbers that no living engine has.
-            open_now: let requests go to them.
+    def bring_back(self, rank: int) -> None:
+        """Start a dead rank again, unless somebody else has, or has taken it away.
 
         Raises:
-            StartupError: one did not come up; none of them is left.
-            EngineDeadError: the client ended meanwhile.
+            Exception: it did not come up, or not into the others' state.
         """
-        session = self._session
-        session.router.closed.update(ranks)
+        with self._claim([rank]):
+            if rank in self._session.deaths:
+                before = dict(self._session.deaths)
+                self._bring_up([rank])
+                try:
+                    self._take_part([rank])
+                except BaseException:
+                    self._session.group.kill_now([rank])  # which is one more death
+                    raise
+                self._session.admit([rank], before)
+
+    @contextmanager
+    def _claim(self, ranks: Iterable[int]) -> Iterator[None]:
+        """Have some ranks to oneself; whoever else has one of them is waited for."""
+        mine = set(ranks)
+        with self._claims:
+            while not self._claimed.isdisjoint(mine):
+                self._claims.wait(LONGEST_SLEEP)
+                self._session.ensure_alive()
+            self._claimed |= mine
         try:
-            links = self._starter.launch(session, ranks)
-            for rank in ranks:
-                session.tell(rank, "starting")
-            responses = self._starter.make_ready(links, Deadline(ready_timeout(session.options)))
-            session.ensure_alive()
-        except BaseException:
-            self._forget(ranks)
-            session.ensure_alive()
-            raise
-        session.group.record_descendants()
-        for link in links:
-            session.deaths.pop(link.rank, None)
-            session.watch(link)
-            session.tell(link.rank, "ready")
-        if open_now:
-            session.router.closed.difference_update(ranks)
+            yield
+        finally:
+            with self._claims:
+                self._claimed -= mine
+                self._claims.notify_all()
+
+    # -- joining -------------------------------------------------------------------------------------------------------
+
+    def _grow(self, size: int) -> Responses:
+        with self._claim(self._missing(size)):
+            ranks = self._missing(size)  # again: one that was claimed may have come back
+            if not ranks:
+                return {}
+            before = dict(self._session.deaths)
+            responses = self._bring_up(ranks)
+            try:
+                self._take_part(ranks)
+            except BaseException:
+                self._end(ranks)
+                raise
+            self._session.admit(ranks, before)
+            return responses
+
+    def _missing(self, size: int) -> list[int]:
+        session = self._session
+        return [rank for rank in range(size) if rank not in session.links or rank in session.deaths]
+
+    def _bring_up(self, ranks: list[int]) -> Responses:
+        """Start engines, closed to requests; return what each reported; if one fails, none of them is left."""
+        session = self._session
+        dead = {rank: session.links.get(rank) for rank in ranks}
+        with session.starting():
+            session.router.closed.update(ranks)
+            try:
+                links = self._starter.launch(session, ranks)
+                for link in links:
+                    session.tell(link.rank, "starting", link.phase)
+                deadline = Deadline(ready_timeout(session.options))
+                responses = self._starter.make_ready(links, deadline, session.ensure_alive)
+                session.ensure_alive()
+            except BaseException as error:
+                session.group.kill_now(ranks)
+                for rank in ranks:
+                    session.undo_start(rank, dead[rank])
+                    session.tell(rank, "dead", name_and_text(error))
+                session.ensure_alive()
+                raise
+            session.group.record_descendants()
+            for link in links:
+                session.watch(link)
+                session.tell(link.rank, "ready")
         return responses
 
-    def _forget(self, ranks: Iterable[int]) -> None:
-        self._session.group.kill_now(ranks)
-        for rank in ranks:
-            self._session.forget(rank)
+    def _take_part(self, ranks: list[int]) -> None:
+        """Bring new ranks into the others' state: paused if those are, and in their group."""
+        if self._session.lock_step is None:
+            others = [link.status.snapshot() for link in self._session.router.open_links()]
+            if others and all(page.is_paused or page.is_sleeping for page in others):
+                self._call("pause_scheduler", ranks, "keep", False)
+            return
+        with self._paused() as was_paused:
+            self._session.lock_step.set_members(self._session.links)
+            # The second answer comes behind a look at the members.
+            self._call(PING, ranks)
+            self._call(PING, ranks)
+            if was_paused:
+                self._call("pause_scheduler", ranks, "keep", False)
 
     # -- leaving -------------------------------------------------------------------------------------------------------
 
-    def _shrink(self, ranks: list[int]) -> None:
-        if not ranks:
-            return
+    def _shrink(self, size: int) -> list[int]:
         session = self._session
-        session.router.closed.update(ranks)
-        for rank in ranks:
-            session.tell(rank, "leaving")
-            self._wait_idle(rank)
-        with self._paused():
-            self._set_members(without=ranks)
-        session.leaving.update(ranks)
-        session.group.shutdown(Deadline(session.grace), lambda: self._ask(ranks), ranks=ranks)
-        for rank in ranks:
-            link = session.links.get(rank)
-            if link is not None:
-                link.over.wait(session.grace)  # the reader has read what it sent last
-            session.forget(rank)
+        ranks = sorted(rank for rank in list(session.links) if rank >= size)
+        if not ranks:
+            return []
+        with self._claim(ranks):
+            session.departing.update(ranks)
+            session.router.closed.update(ranks)
+            try:
+                for rank in ranks:
+                    session.tell(rank, "leaving")
+                for rank in ranks:
+                    self._wait_idle(rank)
+                if session.lock_step is not None:
+                    with self._paused():
+                        session.lock_step.set_members(set(session.links).difference(ranks))
+            except BaseException:
+                session.departing.difference_update(ranks)
+                session.admit((rank for rank in ranks if rank not in session.deaths), {})
+                raise
+            self._end(ranks)
+        return ranks
 
     def _wait_idle(self, rank: int) -> None:
         """Wait until a rank has nothing to do for this client; its death, too, ends that."""
         session = self._session
+        link = session.links[rank]
         pause = Latch()
-        while session.in_flight.count(rank) or session.calls.has_rank(rank):
-            session.ensure_alive()
+        while not link.over.done() and (session.in_flight.count(rank) or session.calls.has_rank(rank)):
             pause.wait(_LOOK)
+            session.ensure_alive()
+
+    def _end(self, ranks: list[int]) -> None:
+        """End ranks whose end is wanted, and forget them."""
+        session = self._session
+        session.leaving.update(ranks)
+        session.group.shutdown(Deadline(session.grace), lambda: self._ask(ranks), ranks=ranks)
+        for rank in ranks:
+            link = session.links[rank]
+            while not link.over.wait(LONGEST_SLEEP):  # the reader has read what it sent last
+                session.ensure_alive()
+            session.ensure_alive()
+            session.forget(rank)
 
     def _ask(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            link = self._session.links.get(rank)
-            if link is not None:
-                with suppress(LinkGoneError):  # it is gone already
-                    self._session.send(link, encode_text(Kind.SHUTDOWN, "it is not needed any more"))
+            with suppress(LinkGoneError):  # it is gone already
+                self._session.send(self._session.links[rank], encode_text(Kind.SHUTDOWN, "it is not needed any more"))
 
     # -- ranks in lock-step --------------------------------------------------------------------------------------------
 
-    def _set_members(self, without: Iterable[int] = ()) -> None:
-        if self._session.lock_step is not None:
-            self._session.lock_step.set_members(set(self._session.links).difference(without))
-
     @contextmanager
-    def _paused(self) -> Iterator[None]:
-        """Have a lock-step group stand still, all ranks at the same step; independent ranks just go on."""
-        if self._session.lock_step is None:
-            yield
-            return
+    def _paused(self) -> Iterator[bool]:
+        """Have a lock-step group stand still, all ranks at the same step; yield whether it did already."""
         members = self._members()
-        if self._call("is_scheduler_paused", members):
-            yield
-            return
-        self._call("pause_scheduler", members, "keep", False)
+        was_paused = bool(self._call("is_scheduler_paused", members))
+        if not was_paused:
+            self._call("pause_scheduler", members, "keep", False)
         try:
-            yield
+            yield was_paused
         finally:
-            with suppress(EngineDeadError):  # whoever uses the client learns of it
-                self._call("resume_scheduler", self._members())
+            if not was_paused:
+                with suppress(EngineDeadError):  # whoever uses the client learns of it
+                    self._call("resume_scheduler", self._members())
 
     def _members(self) -> list[int]:
         group = self._session.lock_step
-        return [] if group is None else [rank for rank in self._session.links if group.page.members() >> rank & 1]
+        return [] if group is None else [rank for rank in list(self._session.links) if group.page.members() >> rank & 1]
 
     def _call(self, method: str, ranks: list[int], *args: object) -> object:
-        """Call a utility of some ranks, which may be closed to requests."""
+        """Call a utility of some ranks, which may be closed to requests; return the first one's value."""
         fan_out = self._caller.begin(method, ranks, closed_too=True)
         try:
             self._caller.send(fan_out, method, args, Deadline(None))
-            return fan_out.wait(Deadline(None))[0]
+            for reply in fan_out.replies:
+                while not reply.wait(LONGEST_SLEEP):
+                    self._session.ensure_alive()  # a client that was dropped wakes nobody
+            return fan_out.wait(Deadline(0))[0]
         finally:
             fan_out.discard()

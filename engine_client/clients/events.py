@@ -89,8 +89,8 @@ class EventStream:
         self._events = events
         self._look = look
         self._queue = events.subscribe()
-        self._known: dict[int, str] = {}
-        self._ready: list[EngineEvent] = []
+        self._known: dict[int, EngineEvent] = {}
+        self._ready: list[tuple[EngineEvent, bool]] = []  # and whether it was told, and not seen
         self._is_over = False
 
     def __repr__(self) -> str:
@@ -118,14 +118,14 @@ class EventStream:
         Raises:
             StopIteration: there will be none any more.
         """
-        if not self._ready:
-            self._take_told()
+        self._take_told()
         if not self._ready and not self._is_over:
             self._look_around()
-        if self._ready:
-            event = self._ready.pop(0)
-            self._known[event.rank] = event.state
-            return event
+        while self._ready:
+            event, was_told = self._ready.pop(0)
+            if self._is_news(event, was_told):
+                self._known[event.rank] = event
+                return event
         if self._is_over:
             raise StopIteration
         return None
@@ -140,15 +140,21 @@ class EventStream:
             self._look_around()  # how it ended
             self._is_over = True
         else:
-            self._ready.append(told)
+            self._ready.append((told, True))
 
     def _look_around(self) -> None:
+        has_ended = self._events.has_ended  # before the look, which then shows how
         now = time.monotonic()
-        for rank, state, detail in self._look():
-            if self._known.get(rank) != state:
-                self._ready.append(EngineEvent(rank, state, detail, now))
-        if self._events.has_ended and not self._ready:
+        self._ready += [(EngineEvent(rank, state, detail, now), False) for rank, state, detail in self._look()]
+        if has_ended:
             self._is_over = True
+
+    def _is_news(self, event: EngineEvent, was_told: bool) -> bool:
+        """Tell whether an event is a change: of the state, or of a start's phase, of which a look knows the latest."""
+        known = self._known.get(event.rank)
+        if known is None or known.state != event.state:
+            return True
+        return event.state == "starting" and not was_told and known.detail != event.detail
 
     def next(self, timeout: float | None = None) -> EngineEvent:
         """Wait for the next event.

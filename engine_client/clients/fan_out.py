@@ -7,7 +7,7 @@ Threads: a ``FanOut`` belongs to the caller; the replies in it are ended by the 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from itertools import zip_longest
 from typing import Any, Final
@@ -40,6 +40,7 @@ class FanOut:
         self.ids = [calls.new_id() for _ in links]  # before there is anything to give up, so that all can be
         self.replies: list[Reply] = []
         self._calls = calls
+        self.is_to_all = self.is_to_closed = False  # to all that take calls; to some, though they take no more requests
         self.owner: Hashable = None  # stands for the event loop that waits, if one does
 
     def __repr__(self) -> str:
@@ -51,6 +52,15 @@ class FanOut:
         call_id, reply = self._calls.new(self.ids[index], self.links[index].rank, self.owner)
         self.replies.append(reply)
         return call_id
+
+    def leave_out(self, ranks: Iterable[int]) -> None:
+        """Take engines out of a call that was registered and not sent."""
+        kept = [index for index, link in enumerate(self.links) if link.rank not in ranks]
+        for index in set(range(len(self.links))).difference(kept):
+            self._calls.discard(self.ids[index])
+        self.links = [self.links[index] for index in kept]
+        self.replies = [self.replies[index] for index in kept]
+        self.ids = [self.ids[index] for index in kept]
 
     def fail(self, index: int, error: BaseException) -> None:
         """End the call to one engine."""

@@ -2,8 +2,8 @@
 
 Invariants: I6, I10 (a rank that cannot be started again stays dead, and says why).
 
-Threads: ``lost`` is called on the reader's thread.  A ``Restarter`` owns one thread, from a death until there is
-nothing to start again; the end of the session ends it.
+Threads: ``lost`` is called on the reader's thread.  A ``Restarter`` owns one thread for each rank that is dead and may
+come back; the end of the session ends it.
 """
 
 from __future__ import annotations
@@ -39,54 +39,60 @@ class Restarter:
         self._elastic = elastic
         self._lock = threading.Lock()
         # -- guarded by _lock --
-        self._lost: dict[int, Ending] = {}
-        self._failures: dict[int, list[float]] = {}
-        self._thread: threading.Thread | None = None
+        self._lost: dict[int, Ending] = {}  # one thread is at each of these
+        # -- the reader's, and that thread's while it is at the rank --
+        self._failures: dict[int, int] = {}
+        self._up_since: dict[int, float] = {}
 
     def __repr__(self) -> str:
         return f"<Restarter lost={sorted(self._lost)}>"
 
     def lost(self, rank: int, ending: Ending) -> None:
         """Have a rank started again that has died."""
-        if rank in self._session.leaving:
-            return
         with self._lock:
+            is_new = rank not in self._lost
             self._lost[rank] = ending
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name=f"engine-client-restart-{os.getpid()}", daemon=True
-                )
-                self._thread.start()
+        if is_new:
+            name = f"engine-client-restart-{rank}-{os.getpid()}"
+            threading.Thread(target=self._run, args=(rank,), name=name, daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, rank: int) -> None:
+        """Try until the rank lives or stays dead."""
         while True:
-            with self._lock:
-                if not self._lost or self._session.state != "running":
-                    self._thread = None
-                    return
-                rank, ending = next(iter(self._lost.items()))
-            if self._restart(rank, ending):
+            ending = self._lost[rank]
+            is_hopeless = self._is_hopeless(rank)
+            if is_hopeless or self._restart(rank):
                 with self._lock:
-                    if self._lost.get(rank) is ending:
+                    if self._lost[rank] is ending:  # else it has died once more
                         del self._lost[rank]
+                        break
+        if is_hopeless and not self._lost:
+            self._session.give_up(ending)
 
-    def _restart(self, rank: int, ending: Ending) -> bool:
-        """Try once; return whether there is nothing more to do for this death."""
-        now = time.monotonic()
-        failures = [at for at in self._failures.get(rank, ()) if now - at < _STABLE]
-        options = self._session.options
-        if len(failures) >= options.restart_limit:
-            _log.error("engine core %d has died %d times in a row and is not started again", rank, len(failures) + 1)
-            self._session.give_up(rank, ending)
-            return True
-        self._failures[rank] = [*failures, now]
-        if self._session.await_end(options.restart_delay * 2 ** len(failures)):
-            return True
-        try:
-            self._elastic.bring_up([rank])
-        except Exception as error:  # noqa: BLE001  # I10: whatever it is, the next try or the limit comes next
-            if self._session.state == "running":
-                _log.warning("engine core %d could not be started again: %s", rank, name_and_text(error))
+    def _is_hopeless(self, rank: int) -> bool:
+        """Tell whether a rank stays dead; if it is brought back by other means, it may be started as often again."""
+        if time.monotonic() - self._up_since.pop(rank, time.monotonic()) >= _STABLE:
+            self._failures.pop(rank, None)
+        if self._failures.get(rank, 0) < self._session.options.restart_limit:
             return False
-        _log.warning("engine core %d has been started again", rank)
+        times = self._failures.pop(rank, 0) + 1
+        _log.error("engine core %d has died %d times in a row and is not started again", rank, times)
+        return True
+
+    def _restart(self, rank: int) -> bool:
+        """Try once; return whether there is nothing more to do for this death."""
+        session, failures = self._session, self._failures.get(rank, 0)
+        self._failures[rank] = failures + 1
+        try:
+            if session.await_end(session.options.restart_delay * 2**failures):
+                return True
+            self._elastic.bring_back(rank)
+        except Exception as error:  # noqa: BLE001  # I10: whatever it is, the next try or the limit comes next
+            if session.state != "running":
+                return True
+            _log.warning("engine core %d could not be started again: %s", rank, name_and_text(error))
+            return False
+        self._up_since[rank] = time.monotonic()
+        if rank in session.links and rank not in session.deaths:
+            _log.warning("engine core %d has been started again", rank)
         return True

@@ -14,10 +14,14 @@ from engine_client.clients.in_flight import InFlight
 from engine_client.clients.link import EngineLink
 from engine_client.protocol.routing import Load, choose_rank
 
-__all__ = ["Router"]
+__all__ = ["LinkClosedError", "Router"]
 
 _BURST: Final = 0.2
 """Seconds after a request in which the pages of some ranks may not know of it yet."""
+
+
+class LinkClosedError(Exception):
+    """An engine takes no more requests, or its number belongs to another one: choose again."""
 
 
 class Router:
@@ -42,6 +46,14 @@ class Router:
     def open_links(self) -> list[EngineLink]:
         """Return the engines that take requests and calls."""
         return [link for rank, link in list(self._links.items()) if rank not in self.closed]
+
+    def ensure_open(self, link: EngineLink) -> None:
+        """Raise ``LinkClosedError`` unless an engine takes requests; to be called with one in the table.
+
+        Whoever closes a rank first says so and then looks at what it has: one of the two sees the other.
+        """
+        if link.rank in self.closed or self._links.get(link.rank) is not link:
+            raise LinkClosedError
 
     def links_of(self, ranks: Iterable[int] | None, *, closed_too: bool = False) -> list[EngineLink]:
         """Return the engines of these ranks; None: all that are open.

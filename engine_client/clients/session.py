@@ -1,6 +1,6 @@
 """Everything behind a multi-process client that must outlive it: engines, channels, the reader, the tables.
 
-What callers do with it is in ``Traffic``; here is how it begins and ends.
+What callers do with it is in ``Traffic``, how ranks come and go in ``Membership``; here is how it begins and ends.
 
 A client owns one session, and a finalizer of the client owns it too; the session knows neither, so that dropping the
 last reference to a client ends its session (I6).
@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,9 +24,9 @@ from typing import Final
 
 from engine_client.clients.delivery import deliver
 from engine_client.clients.endings import Ending, closed_ending, death_of
-from engine_client.clients.events import EngineEvent, Events
 from engine_client.clients.link import EngineLink
-from engine_client.clients.traffic import EXIT_TIMEOUT, JOIN_TIMEOUT, Traffic
+from engine_client.clients.membership import Membership
+from engine_client.clients.traffic import EXIT_TIMEOUT, JOIN_TIMEOUT
 from engine_client.config import ClientOptions, shutdown_grace
 from engine_client.deadline import Deadline
 from engine_client.errors import RemoteProtocolError
@@ -36,10 +34,9 @@ from engine_client.ipc.arena import MAX_PARTIES, ArenaWriter, create_memory
 from engine_client.ipc.group import Group
 from engine_client.ipc.handle import ChildHandle
 from engine_client.ipc.latch import Latch
-from engine_client.ipc.process_group import ProcessGroup
 from engine_client.ipc.reader import ReaderThread, is_reader_thread
 from engine_client.protocol.framing import Kind
-from engine_client.protocol.lifecycle import Event
+from engine_client.protocol.lifecycle import Action, Event
 from engine_client.protocol.wire import Frame, encode_text
 
 __all__ = ["Session"]
@@ -52,7 +49,7 @@ _LEAST_JOIN: Final = 0.05
 """Seconds that the reader gets to end, however late it is."""
 
 
-class Session(Traffic):
+class Session(Membership):
     """Owns the engines of one client, their channels, the request memory and the reader; ``close`` ends all of them.
 
     Args:
@@ -63,7 +60,6 @@ class Session(Traffic):
 
     def __init__(self, options: ClientOptions, on_end: Callable[[], None] = lambda: None, start: int = 0) -> None:
         super().__init__(options, start)
-        self.group = ProcessGroup()
         self.grace = shutdown_grace(options)  # of a finalizer
         self.writer: ArenaWriter | None = None
         self.cancel_exit_hook: Callable[[], object] = lambda: None
@@ -72,12 +68,9 @@ class Session(Traffic):
         self._released = Latch()
         self.is_guest = False  # the engines are another process's, which ends them
         self.lock_step: Group | None = None  # of ranks that step together, and end together
-        self.leaving: set[int] = set()  # ranks whose end is wanted
-        self.events = Events()
         self.on_loss: Callable[[int, Ending], None] = lambda rank, ending: None  # told of a rank that others survive
         self._running: set[int] = set()  # ranks whose process has not ended; reader thread only
         self._reader_awaited = self._quiet = self._releasing = False
-        self._lock = threading.RLock()  # guards _ending, _closing, _quiet and _releasing
         _sessions.add(self)
 
     def __repr__(self) -> str:
@@ -101,9 +94,8 @@ class Session(Traffic):
         Raises:
             OSError: memory or descriptors have run out.
         """
-        parties = MAX_PARTIES if len(ranks) > 1 else max(ranks) + 1
-        # Nothing can fail between the two.
-        self.writer = ArenaWriter(create_memory("engine-requests"), limit=self.options.arena_limit, parties=parties)
+        # Nothing can fail between the two.  Whoever starts with one rank may have many later.
+        self.writer = ArenaWriter(create_memory("engine-requests"), limit=self.options.arena_limit, parties=MAX_PARTIES)
         if lock_step:
             self.lock_step = Group(ranks)
 
@@ -115,10 +107,6 @@ class Session(Traffic):
         medium = "the pipe" if self.writer is None else self.writer.medium
         threshold = self.options.arena_threshold
         _log.info("%s: buffers of %d bytes and more travel through %s", link.title, threshold, medium)
-
-    def tell(self, rank: int, state: str, detail: str = "") -> None:
-        """Tell those who listen to events."""
-        self.events.tell(EngineEvent(rank, state, detail, time.monotonic()))
 
     def serve(self) -> None:
         """Start the reader, once all engines are ready."""
@@ -164,6 +152,7 @@ class Session(Traffic):
                     self._ended.wait(limit.capped(JOIN_TIMEOUT))  # until it has read what the engines sent last
         finally:
             self.abandon(limit)
+        self.await_starts(limit)
         if not self._reader.is_current():
             self._released.wait(limit.capped(JOIN_TIMEOUT))  # another thread may be at it
             if not self._reader_awaited:  # once: it may be stuck in somebody's callback
@@ -177,7 +166,7 @@ class Session(Traffic):
         self._release(limit or Deadline(JOIN_TIMEOUT))
 
     def _ask(self) -> None:
-        for link in self.links.values():
+        for link in list(self.links.values()):
             self._reader.call(partial(link.life.happened, Event.CLOSE))
             with suppress(BrokenPipeError):  # it is gone already
                 if not link.channel.send(encode_text(Kind.SHUTDOWN, "the client asked")):
@@ -208,7 +197,7 @@ class Session(Traffic):
         try:
             self.group.kill_now()
             self._reader.stop(max(_LEAST_JOIN, limit.capped(JOIN_TIMEOUT)))
-            for link in self.links.values():
+            for link in list(self.links.values()):
                 link.close()
             self.group.close()
             if self.writer is not None:
@@ -224,7 +213,7 @@ class Session(Traffic):
         """Close this process's copies of the descriptors, in a forked child; the parent's are untouched."""
         self.group.after_fork_in_child()
         self._reader.after_fork_in_child()
-        for link in self.links.values():
+        for link in list(self.links.values()):
             link.close_after_fork()
         if self.writer is not None:
             self.writer.close_after_fork()
@@ -235,9 +224,10 @@ class Session(Traffic):
 
     def on_frames(self, rank: int, frames: list[Frame]) -> None:
         """Deliver frames; one that cannot be used fails what it belongs to, never the reader."""
+        link = self.links[rank]
         for frame in frames:
             try:
-                limit = deliver(self, self.links[rank], frame, is_quiet=self._quiet, grace=self.grace)
+                limit = deliver(self, link, frame, is_quiet=self._quiet, grace=self.grace)
                 if limit is not None:
                     self._reader.set_deadline(rank, limit)
             except Exception as error:  # noqa: BLE001  # a batch that cannot be decoded: whose was it?
@@ -261,8 +251,8 @@ class Session(Traffic):
 
     def on_deadline(self, rank: int) -> None:
         """Take that a process did not end though its stream did."""
-        self.links[rank].life.happened(Event.DEADLINE)
-        self._die(rank, None)
+        if self.links[rank].life.happened(Event.DEADLINE) is not Action.IGNORE:  # another's, who had this number before
+            self._die(rank, None)
 
     def on_reader_failed(self, error: BaseException) -> None:
         """Take the end of the reader itself; whatever it was, nobody may wait for it any longer."""
@@ -297,47 +287,39 @@ class Session(Traffic):
         """Tell whether the client goes on without a rank."""
         if self.options.on_engine_death == "shutdown" or self.lock_step is not None:
             return False
-        return self.options.on_engine_death == "restart" or any(
-            other not in self.router.closed and other != rank for other in self.links
-        )
+        others = (link for link in self.router.open_links() if link.rank != rank)
+        return self.options.on_engine_death == "restart" or any(others)
 
     def _lose(self, link: EngineLink, ending: Ending) -> None:
         """Go on without a rank: what it had fails, everything else stays as it is."""
-        self.deaths[link.rank] = ending
-        self.router.closed.add(link.rank)
-        self._running.discard(link.rank)
-        if link.rank not in self.leaving:
+        rank = link.rank
+        was_wanted = rank not in self.leaving
+        with self._lock:
+            if was_wanted:
+                self.deaths[rank] = ending
+            self.router.closed.add(rank)  # before its requests fail: see ``place``
+        if was_wanted:
             _log.error("%s", ending.message)
-            self.tell(link.rank, "dead", ending.message)
-        self._reader.remove(link.rank)
-        self.calls.fail_rank(link.rank, ending.error)
-        self.fail_requests(link.rank)
-        link.over.set_result(ending)
-        self.room.wake()
-        self.group.reap(link.rank)
+            self.tell(rank, "dead", ending.message)
+        self._running.discard(rank)
+        self._reader.remove(rank)
+        self.fail_requests(rank, ending)
         if self.writer is not None:
-            self.writer.reclaim(link.rank)
+            self.writer.reclaim(rank)
+        if was_wanted and self.group.reap(rank):
+            self.group.forget(rank)
         link.close()
-        self.on_loss(link.rank, ending)
+        link.over.set_result(ending)
+        self.calls.fail_rank(rank, ending.error)  # after that: see ``Caller.fail_lost``
+        self.room.wake()
+        if was_wanted:
+            self.on_loss(rank, ending)
 
     # -- ranks that come and go ----------------------------------------------------------------------------------------
 
-    def forget(self, rank: int) -> None:
-        """Let go of an engine that has ended and was not asked back; unknown ones are ignored."""
-        self._reader.remove(rank)
-        link = self.links.pop(rank, None)
-        self.leaving.discard(rank)
-        self.group.forget(rank)
-        if link is not None:
-            link.over.set_result(None)
-            link.close()
-        if rank not in self.deaths:
-            self.router.closed.discard(rank)
-
-    def give_up(self, rank: int, ending: Ending) -> None:
-        """Note that a dead rank stays dead; the client ends with the last one."""
-        self.tell(rank, "dead", ending.message)
-        if not self.router.open_links() and self._end(ending):
+    def give_up(self, ending: Ending) -> None:
+        """End with a rank that stays dead, if no other serves."""
+        if self.state == "running" and not self.router.open_links() and self._end(ending):
             self._release(Deadline(JOIN_TIMEOUT))
 
     def await_end(self, timeout: float) -> bool:

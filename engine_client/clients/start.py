@@ -49,6 +49,9 @@ from engine_client.protocol.wire import (
 
 __all__ = ["Handshake", "launch_engine"]
 
+_LOOK: Final = 0.05
+"""Seconds between two looks whether a start is still wanted."""
+
 _EXIT_TIMEOUT: Final = 1.0
 """Seconds that an engine which has closed its channel gets to end, so that its exit can be told."""
 
@@ -145,6 +148,7 @@ class Handshake:
         token: what READY must repeat.
         options: of the client; ``on_progress`` is called here.
         deadline: of the whole start.
+        check: called now and then; what it raises ends the start.
     """
 
     def __init__(
@@ -154,7 +158,9 @@ class Handshake:
         token: str,
         options: ClientOptions,
         deadline: Deadline,
+        check: Callable[[], None] | None = None,
     ) -> None:
+        self._check = check
         self._waiting = {link.rank: link for link in links}
         self._make_init = make_init
         self._token = token
@@ -177,6 +183,8 @@ class Handshake:
                 selector.register(link.handle.sentinel, selectors.EVENT_READ, (link, "sentinel"))
             while self._waiting:
                 self._flush(selector)
+                if self._check is not None:
+                    self._check()
                 # A host that was stopped while it waited is told of nothing, if the time was over when it woke up.
                 events = selector.select(self._patience()) or selector.select(0)
                 for key, _ in sorted(events, key=lambda event: event[0].data[1]):  # channels before sentinels
@@ -191,7 +199,8 @@ class Handshake:
     def _patience(self) -> float | None:
         """Return for how many seconds nothing need happen."""
         mute = [deadline for rank, deadline in self._mute.items() if rank in self._waiting]
-        return min((*mute, self._deadline), key=lambda deadline: deadline.at).remaining()
+        nearest = min((*mute, self._deadline), key=lambda deadline: deadline.at)
+        return nearest.remaining() if self._check is None else nearest.capped(_LOOK)
 
     def _fail_mute(self) -> None:
         """Give up engines that have closed their channel and did not end."""

@@ -75,13 +75,20 @@ class Starter:
                 return action()
         return run_aside(action)
 
-    def make_ready(self, links: list[EngineLink], deadline: Deadline) -> dict[int, EngineCoreReadyResponse]:
+    def make_ready(
+        self, links: list[EngineLink], deadline: Deadline, check: Callable[[], None] | None = None
+    ) -> dict[int, EngineCoreReadyResponse]:
         """Lead processes to READY; return what each reported, by rank.
+
+        Args:
+            links: to them.
+            deadline: for all.
+            check: called now and then; what it raises ends the start.
 
         Raises:
             StartupError, HandshakeTimeout: as ``Handshake.run``.
         """
-        return Handshake(links, self._make_init, self._token, self.options, deadline).run()
+        return Handshake(links, self._make_init, self._token, self.options, deadline, check).run()
 
     def _make_init(self, rank: int) -> Init:
         target, options = self.options.engine_target, self.options.for_engine()

@@ -32,7 +32,7 @@ from engine_client.clients.in_flight import InFlight, check_request
 from engine_client.clients.link import EngineLink
 from engine_client.clients.outputs import OutputQueue
 from engine_client.clients.room import Room
-from engine_client.clients.router import Router
+from engine_client.clients.router import LinkClosedError, Router
 from engine_client.clients.streams import StreamTable
 from engine_client.config import ClientOptions
 from engine_client.deadline import Deadline
@@ -141,6 +141,8 @@ class Traffic:
             self.wait_for_room(link, Deadline(None))
             try:
                 return self.place(link, request, prompt, key, stream)
+            except LinkClosedError:
+                continue
             except LinkGoneError as error:
                 self.wait_over(error.link)
                 self.raise_death(error.link)  # unless there is another rank to go to
@@ -157,9 +159,10 @@ class Traffic:
             ValueError: it asks for a rank that there is not.
             EngineDeadError: no engine is left that takes requests.
         """
-        rank = getattr(request, "data_parallel_rank", None)
-        if rank in self.deaths:
-            raise self.deaths[rank].error()
+        rank: Any = getattr(request, "data_parallel_rank", None)
+        ending = self.deaths.get(rank)
+        if ending is not None:
+            raise ending.error()
         link = self.router.choose(request)
         if link is None:
             self.ensure_alive()
@@ -184,6 +187,7 @@ class Traffic:
         ``owner`` is that of ``InFlight.add``.
 
         Raises:
+            LinkClosedError: the engine takes no more requests since it was chosen.
             LinkGoneError: the engine takes nothing any more.
             ValueError: a request of this id is in flight.
             Exception: a field cannot be sent.
@@ -194,6 +198,7 @@ class Traffic:
             if stream is not None:
                 self.streams.add(key, stream)
             self.in_flight.add(request.request_id, key, link.rank, owner)
+            self.router.ensure_open(link)
             self.send(link, encode_add(key, request, prompt, main_importable=self.main_importable))
         except Exception:
             self.in_flight.discard(key)
@@ -203,8 +208,6 @@ class Traffic:
             self.aborts.note({key: link.rank})
             self._abort_noted()
             raise
-        if link.rank in self.router.closed and link.over.done():  # it died in between
-            self.fail_requests(link.rank)
 
     def abort(self, request_ids: Iterable[Any]) -> None:
         """End requests without further output; what is not in flight is ignored, and so is everything after death."""
@@ -314,7 +317,7 @@ class Traffic:
     def raise_death(self, link: EngineLink) -> None:
         """Raise the error of a death that was dealt with; return if others have survived it."""
         self.ensure_alive()
-        if link.rank not in self.deaths:
+        if not link.over.done():
             raise closed_ending().error()
         if not self.router.open_links():
             raise self.last_death().error()
@@ -349,9 +352,8 @@ class Traffic:
         self.room.wake()
         self._ended.set()
 
-    def fail_requests(self, rank: int) -> None:
+    def fail_requests(self, rank: int, ending: Ending) -> None:
         """End what a rank that others survive had in flight: streams with its error, other requests with its text."""
-        ending = self.deaths[rank]
         keys = self.streams.fail(self.in_flight.of_rank(rank), ending.error)
         if keys:
             self.outputs.put(failed_batch(rank, keys, f"EngineDeadError: {ending.message}", time.monotonic()))

@@ -100,8 +100,11 @@ class ReaderThread:
         self.call(lambda: self._add(rank, channel, sentinel))
 
     def remove(self, rank: int) -> None:
-        """Stop watching an engine."""
-        self.call(lambda: self._forget(rank))
+        """Stop watching an engine; at once on this thread, whose caller may close the channel next."""
+        if self.is_current():
+            self._forget(rank)
+        else:
+            self.call(lambda: self._forget(rank))
 
     def set_deadline(self, rank: int, deadline: Deadline) -> None:
         """Have ``on_deadline(rank)`` called unless the rank is removed before."""
