@@ -70,6 +70,11 @@ class CoreEngines(SyncUtilities, MPClient):
         assert self._front_ends is not None
         self.endpoints = self._front_ends.endpoints(session.links, self.responses, session.lock_step)
 
+    def _managed_ranks(self) -> list[int]:
+        parallel = self.vllm_config.parallel_config
+        # All of them, also where each is for a front-end of its own (``data_parallel_external_lb``).
+        return list(range(parallel.data_parallel_size)) if parallel.data_parallel_size > 1 else super()._managed_ranks()
+
     def call_utility(
         self, method: str, *args: Any, timeout: float | None = None, ranks: Iterable[int] | None = None
     ) -> Any:

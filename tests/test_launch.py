@@ -81,6 +81,19 @@ def test_endpoints_that_cannot_be_made_end_the_engines(monkeypatch: pytest.Monke
         pass
 
 
+def test_all_ranks_are_launched_where_each_has_a_front_end_of_its_own() -> None:
+    """A balancer outside chooses among the front-ends; the configuration of the first may be the launcher's."""
+    config = config_of(3)
+    config.parallel_config.data_parallel_external_lb = True
+    with launch_core_engines(config, None, False, client_count=3, options=options_of()) as engines:  # type: ignore[arg-type]
+        assert engines.engine_ranks_managed == [0, 1, 2]
+        for rank, endpoint in enumerate(engines.endpoints):
+            config.parallel_config.data_parallel_rank = rank
+            with guest_client(endpoint, config) as client:
+                assert pids_of(client) == [pids_of(engines)[rank]]
+                assert finish(client, ["a"], 3)[0] == {"a": 3}
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*")
 @pytest.mark.parametrize("method", ["exec", "spawn", "fork", "forkserver"])

@@ -115,7 +115,7 @@ class MPClient(EngineCoreClient):
         try:
             self.engines_running = False
             self.stats_update_address: str | None = None
-            self.engine_ranks_managed = managed_ranks(vllm_config.parallel_config)
+            self.engine_ranks_managed = self._managed_ranks()
             self.core_engines = [rank.to_bytes(2, "little") for rank in self.engine_ranks_managed]
             self.core_engine = self.core_engines[0]
             if client_addresses is None:
@@ -128,6 +128,10 @@ class MPClient(EngineCoreClient):
                 run_aside(self.resources.session.abandon)  # a second interrupt waits until nothing is left
             self._finalizer.detach()
             raise
+
+    def _managed_ranks(self) -> list[int]:
+        """Return the ranks of the engines that are this client's."""
+        return managed_ranks(self.vllm_config.parallel_config)
 
     def __repr__(self) -> str:
         session = self._session

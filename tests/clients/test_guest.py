@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from engine_client import ClosedError, DPAsyncMPClient, EngineDeadError
+from engine_client import ClosedError, DPAsyncMPClient, EngineDeadError, ForeignProcessError
 from engine_client.clients.endpoint import Endpoint
 from engine_client.testing.scripted import Script
 from helpers.clients import make_request, pids_of, session_of
@@ -129,6 +129,26 @@ def test_engines_that_are_gone_already_are_told() -> None:
             eventually(lambda: not client.is_alive, DEADLOCK)
             with pytest.raises(EngineDeadError, match="died; the process that has launched it knows how"):
                 asyncio.run(client.add_request_async(make_request("a")))
+
+
+def test_a_forked_copy_of_a_front_end_changes_nothing() -> None:
+    """It cannot use the client, lets go of what it has inherited, and its end is not the front-end's."""
+    with launched(1, 1) as engines, guest_client(engines.endpoints[0]) as client:
+        (link,) = session_of(client).links.values()
+        inherited = [link.channel.fileno(), link.handle.sentinel]
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                gone = [not os.path.exists(f"/proc/self/fd/{fd}") for fd in inherited]
+                client.shutdown()
+                with pytest.raises(ForeignProcessError):
+                    client.ensure_alive()
+                code = 0 if all(gone) else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert finish(client, ["a"], 3)[0] == {"a": 3}
 
 
 def test_engines_that_have_left_already_are_told() -> None:

@@ -83,19 +83,20 @@ def test_front_ends_with_equal_request_ids_each_get_their_own(method: str) -> No
         stack.pop_all()
 
 
-def test_a_program_of_its_own_is_a_front_end() -> None:
-    """It gets the text of the endpoint and its descriptors, and needs nothing of the launcher's program."""
+@pytest.mark.parametrize("end", ["client.shutdown()", "del client", "pass", "sys.exit()"])
+def test_a_program_of_its_own_is_a_front_end(end: str) -> None:
+    """It gets the text of the endpoint and its descriptors; however it ends, it does so at once and in silence."""
     code = """
     import sys
     from engine_client.clients.endpoint import Endpoint
     from helpers.guests import finish, guest_client
-    with guest_client(Endpoint.from_text(sys.argv[1])) as client:
-        assert client.client_count == 2 and client.client_index == 1
-        print(finish(client, ["a"], 5)[0], client.call_utility_async)
+    client = guest_client(Endpoint.from_text(sys.argv[1]))
+    assert client.client_count == 2 and client.client_index == 1
+    print(finish(client, ["a"], 5)[0])
     """
     with launched(1, 2) as engines, engines.endpoints[1] as endpoint:
         done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", textwrap.dedent(code), str(endpoint)],
+            [sys.executable, "-W", "error", "-c", textwrap.dedent(code) + end, str(endpoint)],
             pass_fds=endpoint.pass_fds,
             env=script_environment(),
             capture_output=True,
@@ -105,20 +106,22 @@ def test_a_program_of_its_own_is_a_front_end() -> None:
         )
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
-        assert done.stdout.startswith("{'a': 5}")
+        assert done.stdout == "{'a': 5}\n"
+        engines.check_health()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "count", "requests"),
+    ("ranks", "count", "requests", "is_moe"),
     [
-        (2, 3, 150),
-        pytest.param(8, 4, 2000, marks=[pytest.mark.stress, pytest.mark.timeout(600)]),
+        pytest.param(2, 3, 150, False, id="small"),
+        pytest.param(2, 2, 60, True, id="lock-step"),
+        pytest.param(8, 4, 2000, False, id="full", marks=[pytest.mark.stress, pytest.mark.timeout(600)]),
     ],
 )
-def test_every_output_is_accounted_for_exactly_once(ranks: int, count: int, requests: int) -> None:
+def test_every_output_is_accounted_for_exactly_once(ranks: int, count: int, requests: int, is_moe: bool) -> None:
     """Requests of all front-ends are aborted at random; each is aborted or complete, and nothing comes twice."""
-    with launched(ranks, count) as engines, ExitStack() as stack:
+    with launched(ranks, count, is_moe=is_moe) as engines, ExitStack() as stack:
         guests = guests_of(stack, engines)
         for number, guest in enumerate(guests):
             guest.ask(shake, requests, 8, number)
