@@ -100,7 +100,7 @@ class OutputQueue:
         self._make_error = make_error
         if wake:
             self.queue.put(None)
-        self.tell_listeners()
+            self.tell_listeners()
 
     def get(self, deadline: Deadline, taken: list[Any]) -> EngineCoreOutputs:
         """Wait for the next outputs of requests that are in flight, or statistics.

@@ -237,6 +237,96 @@ def _run_to_end(end: str, kind: str, directory: Path) -> None:
     assert result.elapsed < 10.0
 
 
+ASYNC_PROLOGUE = """
+import asyncio, atexit, gc, logging, os, sys, threading
+from engine_client import EngineConfig, EngineCoreClient
+from helpers.clients import make_request
+from helpers.doomed import Ending
+
+ended = sys.argv[1]
+logging.basicConfig(level=logging.WARNING)
+
+def start():
+    config = EngineConfig(additional_config={"ended": ended})
+    config.parallel_config.data_parallel_size = 2
+    return EngineCoreClient.make_client(True, True, config, Ending, False)
+
+async def use(client):
+    async for output in client.stream(make_request("a", 2)):
+        pass
+    await client.add_request_async(make_request("b", 3000))
+
+def ok():
+    print("OK", flush=True)
+"""
+
+ASYNC_ENDS = {
+    "falls off the end": """
+        client = start()
+        asyncio.run(use(client))
+        ok()
+        """,
+    "is made and left in a coroutine": """
+        async def main():
+            client = start()
+            await use(client)
+            ok()
+        asyncio.run(main())
+        """,
+    "exits from a coroutine": """
+        async def main():
+            global client
+            client = start()
+            await use(client)
+            tasks = [asyncio.ensure_future(client.get_output_async()) for _ in range(3)]
+            await asyncio.sleep(0)
+            ok()
+            sys.exit(0)
+        asyncio.run(main())
+        """,
+    "leaves waiting tasks to the end of the loop": """
+        async def main():
+            stream = client.stream(make_request("stream", 3000))
+            await stream.next()
+            kept.extend([asyncio.ensure_future(client.get_output_async()), stream])
+            await use(client)
+            ok()
+        kept = []
+        client = start()
+        asyncio.run(main())
+        """,
+    "keeps it in a cycle": """
+        client = start()
+        client.myself = client
+        asyncio.run(use(client))
+        del client
+        gc.collect()
+        ok()
+        """,
+    "has a loop in a daemon thread": """
+        async def main():
+            async for output in client.stream(make_request("a", 2)):
+                pass
+            ok()
+            await asyncio.gather(client.get_output_async(), client.get_output_async())
+        client = start()
+        thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+        thread.start()
+        thread.join(0.5)
+        """,
+}
+
+
+@pytest.mark.parametrize("end", ASYNC_ENDS)
+def test_bc04_bc42_an_asyncio_script_that_ends_well(end: str, tmp_path: Path) -> None:
+    """The same of a client with an event loop and two ranks: status 0, not a word, both engines in order."""
+    source = ASYNC_PROLOGUE + textwrap.dedent(ASYNC_ENDS[end]) + NO_NEW_THREAD
+    result = run_script(source, str(tmp_path / "ended")).check()
+    assert result.stdout == "OK\n"
+    assert (tmp_path / "ended").read_text().count("begin") == (tmp_path / "ended").read_text().count("end") == 2
+    assert result.elapsed < 10.0
+
+
 @kinds("spawn", "fork")
 def test_bc42_a_hook_of_the_host_that_comes_later_than_ours(kind: str, tmp_path: Path) -> None:
     """A host's exit hook that runs after ours and calls the client gets a clear error, at once."""
