@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from engine_client.clients.aio_streams import AsyncOutputStream, next_outputs
@@ -31,7 +32,7 @@ from engine_client.clients.utilities import AsyncUtilities
 from engine_client.config import ClientOptions
 from engine_client.deadline import Deadline, check_timeout
 from engine_client.messages import EngineCoreOutputs, EngineCoreRequest
-from engine_client.protocol.wire import PING
+from engine_client.protocol.wire import PING, Frame
 
 __all__ = ["AsyncMPClient"]
 
@@ -96,13 +97,17 @@ class AsyncMPClient(AsyncUtilities, MPClient):
     async def _add(self, request: Any, key: int | None, queue: Any) -> None:
         session = self._session
         prompt = session.check(request)
+        key = session.in_flight.new_key() if key is None else key
+        frame = session.encode(key, request, prompt)
         session.look_around()
         await self._mailboxes.take_turns()
         while True:
             link = session.choose(request)
             await self._wait_for_room(link, Deadline(None))
             try:
-                return session.place(link, request, prompt, key, queue, self._mailboxes.current())
+                owner = self._mailboxes.current()
+                place = partial(session.place, link, request, prompt, key=key, stream=queue, owner=owner, frame=frame)
+                return await self._send(frame, place, partial(session.take_back, key))
             except LinkClosedError:
                 continue
             except LinkGoneError as error:
@@ -211,14 +216,18 @@ class AsyncMPClient(AsyncUtilities, MPClient):
         try:
             await self._carry_out(ping, PING, (), deadline)
         except TimeoutError:
-            raise ping.stalled_error(deadline) from None
+            late, error = ping.late, ping.stalled_error(deadline)
+            for link in self._session.give_up_on(late, error):
+                await self._mailboxes.wait(link.over, OVER_TIMEOUT)
+            raise self._session.verdict_on(late, error) from None
         finally:
             ping.discard()
 
     async def _carry_out(self, fan_out: FanOut, method: str, args: tuple[Any, ...], deadline: Deadline) -> list[Any]:
         for link in fan_out.links:
             await self._wait_for_room(link, deadline)
-        for link in self._caller.place(fan_out, method, args):
+        frame = self._caller.encode(method, args)
+        for link in await self._send(frame, partial(self._caller.place, fan_out, frame), fan_out.discard):
             await self._mailboxes.wait(link.over, OVER_TIMEOUT)
         self._caller.fail_lost(fan_out)
         return await self._values(fan_out, deadline)
@@ -230,6 +239,21 @@ class AsyncMPClient(AsyncUtilities, MPClient):
         if fan_out.size < LARGE_REPLY:
             return fan_out.values()
         return await self._on_a_thread(fan_out.values)
+
+    @staticmethod
+    async def _send(frame: Frame, send: Callable[[], T], undo: Callable[[], object]) -> T:
+        """Return ``send()``, which copies the buffers of a frame: on a thread, if they are large.
+
+        Cancelled meanwhile, it is undone as soon as it has ended.
+        """
+        if frame.size < LARGE_REPLY:
+            return send()
+        sending = asyncio.get_running_loop().run_in_executor(None, send)
+        try:
+            return await asyncio.shield(sending)
+        except asyncio.CancelledError:
+            sending.add_done_callback(lambda done: (done.cancelled() or done.exception(), undo()))
+            raise
 
     @staticmethod
     async def _on_a_thread(function: Callable[..., T], *args: Any) -> T:

@@ -15,7 +15,7 @@ from engine_client.clients.fan_out import FanOut
 from engine_client.clients.link import EngineLink
 from engine_client.clients.traffic import LinkGoneError, Traffic
 from engine_client.deadline import Deadline
-from engine_client.protocol.wire import encode_utility
+from engine_client.protocol.wire import Frame, encode_utility
 
 __all__ = ["Caller"]
 
@@ -66,18 +66,25 @@ class Caller:
         self._traffic.refuse_to_wait_for_myself()
         for link in fan_out.links:
             self._traffic.wait_for_room(link, deadline)
-        for link in self.place(fan_out, method, args):
+        for link in self.place(fan_out, self.encode(method, args)):
             self._traffic.wait_over(link)
         self.fail_lost(fan_out)
 
-    def place(self, fan_out: FanOut, method: str, args: tuple[Any, ...]) -> list[EngineLink]:
+    def encode(self, method: str, args: tuple[Any, ...]) -> Frame:
+        """Encode a call; the frame refers to the arguments' memory.
+
+        Raises:
+            SerializationError, TypeError, ...: an argument cannot be sent.
+        """
+        return encode_utility(0, method, args, main_importable=self._traffic.main_importable)
+
+    def place(self, fan_out: FanOut, frame: Frame) -> list[EngineLink]:
         """Send a call to engines that have room; waits for nothing; return those that take nothing any more.
 
         Raises:
             EngineDeadError, ValueError: as ``begin``: an engine has died since then, or is being taken away.
         """
         gone = []
-        frame = encode_utility(0, method, args, main_importable=self._traffic.main_importable)
         try:
             for index in range(len(fan_out.links)):
                 fan_out.register(index)

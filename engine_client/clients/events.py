@@ -119,15 +119,20 @@ class EventStream:
             StopIteration: there will be none any more.
         """
         self._take_told()
-        if not self._ready and not self._is_over:
+        event = self._next_news()
+        if event is None and not self._is_over:
             self._look_around()
+            event = self._next_news()
+        if event is None and self._is_over:
+            raise StopIteration
+        return event
+
+    def _next_news(self) -> EngineEvent | None:
         while self._ready:
             event, was_told = self._ready.pop(0)
             if self._is_news(event, was_told):
                 self._known[event.rank] = event
                 return event
-        if self._is_over:
-            raise StopIteration
         return None
 
     def _take_told(self) -> None:

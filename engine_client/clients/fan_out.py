@@ -108,7 +108,7 @@ class FanOut:
     def size(self) -> int:
         """Return the bytes of the replies that are there."""
         frames = [reply.result() for reply in self.replies if reply.done() and reply.exception() is None]
-        return sum(len(frame.header) + sum(view.nbytes for view in frame.buffers) for frame in frames)
+        return sum(frame.size for frame in frames)
 
     def values(self) -> list[Any]:
         """Decode the replies, which are all there; raise as ``wait``."""

@@ -55,6 +55,8 @@ def refuse_restart(options: ClientOptions) -> None:
 def attach(session: Session, endpoint: Endpoint, ranks: Iterable[int] | None = None) -> Sequence[RankEnd]:
     """Take an endpoint and fill a session with links to its engines; return the ends that are used.
 
+    To be called where no interrupt comes: descriptors have two owners for a moment.
+
     Args:
         session: new; it owns from here on what it gets.
         endpoint: of this front-end.

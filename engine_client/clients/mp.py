@@ -10,7 +10,7 @@ Threads: constructed by one thread; everything else from any.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -20,6 +20,7 @@ from engine_client.clients.base import EngineCoreClient
 from engine_client.clients.caller import Caller
 from engine_client.clients.conditions import conditions
 from engine_client.clients.elastic import Elastic
+from engine_client.clients.endpoint import Endpoint, RankEnd
 from engine_client.clients.events import EventStream
 from engine_client.clients.front_ends import FrontEnds
 from engine_client.clients.guest import announce, attach, check_endpoint
@@ -175,10 +176,7 @@ class MPClient(EngineCoreClient):
     def _attach(self, addresses: Any) -> Session:
         """Use engines that another process has launched."""
         endpoint = check_endpoint(addresses)
-        session = Session(self.options, _dead_flag(self.resources), start=endpoint.index)
-        self.resources.session = session
-        one_only = is_balanced_outside(self.vllm_config.parallel_config)
-        ends = attach(session, endpoint, self.engine_ranks_managed if one_only else None)
+        session, ends = run_aside(lambda: self._take(endpoint))
         self.client_count, self.client_index = endpoint.count, endpoint.index
         self.engine_ranks_managed = [end.rank for end in ends]
         self.core_engines = [rank.to_bytes(2, "little") for rank in self.engine_ranks_managed]
@@ -187,6 +185,13 @@ class MPClient(EngineCoreClient):
         self._serve(session, {end.rank: end.ready_response() for end in ends})
         announce(session)
         return session
+
+    def _take(self, endpoint: Endpoint) -> tuple[Session, Sequence[RankEnd]]:
+        """Take an endpoint; as ``_acquire``."""
+        session = Session(self.options, _dead_flag(self.resources), start=endpoint.index)
+        self.resources.session = session
+        one_only = is_balanced_outside(self.vllm_config.parallel_config)
+        return session, attach(session, endpoint, self.engine_ranks_managed if one_only else None)
 
     def _acquire(self) -> Session:
         """Acquire what all engines share; an interrupt may come before it has an owner."""
@@ -233,7 +238,8 @@ class MPClient(EngineCoreClient):
         """Make sure that the engine answers.
 
         Raises:
-            EngineDeadError: it is dead, or the client is closed.
+            EngineDeadError: it is dead, or the client is closed; or it did not answer, and
+                ``ClientOptions.kill_unresponsive`` is set.
             EngineStalledError: it lives but did not answer within ``timeout`` seconds; says what it was doing.
         """
         deadline = Deadline(check_timeout(timeout))
@@ -242,7 +248,10 @@ class MPClient(EngineCoreClient):
             self._caller.send(ping, PING, (), deadline)
             ping.wait(deadline)
         except TimeoutError:
-            raise ping.stalled_error(deadline) from None
+            late, error = ping.late, ping.stalled_error(deadline)
+            for link in self._session.give_up_on(late, error):
+                self._session.wait_over(link)
+            raise self._session.verdict_on(late, error) from None
         finally:
             ping.discard()
 

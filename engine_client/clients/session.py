@@ -283,6 +283,14 @@ class Session(Membership):
             _log.log(logging.INFO if ending.in_order else logging.ERROR, "%s", ending.message)
             self._release(Deadline(JOIN_TIMEOUT))
 
+    def give_up_on(self, links: list[EngineLink], error: BaseException) -> list[EngineLink]:
+        """Declare engines dead that do not answer, if the options say so; return those whose end is now due."""
+        if not self.options.kill_unresponsive or self.is_guest:
+            return []
+        for link in links:
+            self._reader.call(partial(self._die, link.rank, error))
+        return links
+
     def _survives(self, rank: int) -> bool:
         """Tell whether the client goes on without a rank."""
         if self.options.on_engine_death == "shutdown" or self.lock_step is not None:

@@ -140,7 +140,7 @@ class Traffic:
             link = self.choose(request)
             self.wait_for_room(link, Deadline(None))
             try:
-                return self.place(link, request, prompt, key, stream)
+                return self.place(link, request, prompt, key=key, stream=stream)
             except LinkClosedError:
                 continue
             except LinkGoneError as error:
@@ -173,18 +173,20 @@ class Traffic:
         """Return the ending of the rank that died last."""
         return next(reversed(list(self.deaths.values())), None) or closed_ending()
 
-    def place(
+    def place(  # noqa: PLR0913  # most of them by name
         self,
         link: EngineLink,
         request: Any,
         prompt: array[int] | None,
+        *,
         key: int | None = None,
         stream: OutputQueue | None = None,
         owner: Hashable = None,
+        frame: Frame | None = None,
     ) -> None:
         """Send a request that was checked, to an engine that has room; waits for nothing.
 
-        ``owner`` is that of ``InFlight.add``.
+        ``owner`` is that of ``InFlight.add``; ``frame`` is what ``encode`` has returned for this key, if it was called.
 
         Raises:
             LinkClosedError: the engine takes no more requests since it was chosen.
@@ -199,7 +201,7 @@ class Traffic:
                 self.streams.add(key, stream)
             self.in_flight.add(request.request_id, key, link.rank, owner)
             self.router.ensure_open(link)
-            self.send(link, encode_add(key, request, prompt, main_importable=self.main_importable))
+            self.send(link, frame or self.encode(key, request, prompt))
         except Exception:
             self.in_flight.discard(key)
             self.streams.discard(key)
@@ -208,6 +210,10 @@ class Traffic:
             self.aborts.note({key: link.rank})
             self._abort_noted()
             raise
+
+    def encode(self, key: int, request: Any, prompt: array[int] | None) -> Frame:
+        """Encode a request that was checked; the frame refers to the memory of its fields."""
+        return encode_add(key, request, prompt, main_importable=self.main_importable)
 
     def abort(self, request_ids: Iterable[Any]) -> None:
         """End requests without further output; what is not in flight is ignored, and so is everything after death."""
@@ -313,6 +319,11 @@ class Traffic:
         """Wait until the death of an engine was dealt with, which takes no longer than the bounds of I3."""
         if not self._reader.is_current():
             link.over.wait(OVER_TIMEOUT)
+
+    def verdict_on(self, links: list[EngineLink], error: Exception) -> Exception:
+        """Return what to tell of engines that did not answer: how they ended, or the error if they live."""
+        ending = self._ending or next((self.deaths[link.rank] for link in links if link.rank in self.deaths), None)
+        return error if ending is None else ending.error()
 
     def raise_death(self, link: EngineLink) -> None:
         """Raise the error of a death that was dealt with; return if others have survived it."""

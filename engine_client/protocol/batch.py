@@ -97,8 +97,7 @@ class Rest:
     @property
     def size(self) -> int:
         """Return the bytes that are left to decode."""
-        frame = self.frame
-        return 0 if self._values is not None else len(frame.header) + sum(view.nbytes for view in frame.buffers)
+        return 0 if self._values is not None else self.frame.size
 
     def load(self) -> tuple[Any, Any]:
         """Return the values and the rest of the fields; two threads at once may both decode them, which does no harm.

@@ -70,6 +70,11 @@ class Frame(NamedTuple):
     buffers: Sequence[memoryview] = ()
     error: BaseException | None = None
 
+    @property
+    def size(self) -> int:
+        """Return the bytes of header and buffers."""
+        return len(self.header) + sum(view.nbytes for view in self.buffers)
+
 
 @dataclass(frozen=True)
 class Init:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine_client import EngineDeadError, FinishReason
@@ -498,3 +499,33 @@ def test_a_dropped_client_ends_its_engine() -> None:
     del client, link
     gc.collect()
     eventually(lambda: not handle.is_alive(), DEADLOCK)
+
+
+@pytest.mark.parametrize("what", ["request", "call"])
+def test_a_large_send_leaves_the_loop_to_others_and_can_be_cancelled(what: str) -> None:
+    """While 128 MiB are copied other tasks run; cancelled meanwhile, the request is aborted and the call given up."""
+    big = np.ones(128 << 20, np.uint8)
+
+    async def main() -> None:
+        with async_client() as client:
+            if what == "request":
+                sending = asyncio.ensure_future(
+                    client.add_request_async(make_request("big", LONG, None, prompt_embeds=big))
+                )
+            else:
+                sending = asyncio.ensure_future(client.call_utility_async("echo", big))
+            turns = 0
+            while not sending.done() and turns < 3:
+                await asyncio.sleep(0)
+                turns += 1
+            assert turns == 3
+            sending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+            session = session_of(client)
+            while (  # noqa: ASYNC110  # there is no event for it
+                (await client.call_utility_async("info"))["requests"] or len(session.in_flight) or len(session.calls)
+            ):
+                await asyncio.sleep(0.01)
+
+    run(main())

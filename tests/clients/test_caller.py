@@ -41,7 +41,7 @@ def test_a_call_goes_to_the_engines_that_are_named() -> None:
             caller.begin("x", [0, 5])
         fan_out = caller.begin("x", iter([2, 0]))
         assert [link.rank for link in fan_out.links] == [2, 0]
-        assert caller.place(fan_out, "x", ()) == []
+        assert caller.place(fan_out, caller.encode("x", ())) == []
         for rank in (0, 2):
             (frame,) = received(peers[rank], Kind.UTILITY)
             peers[rank].channel.send(encode_reply(frame.ref, rank))
