@@ -126,6 +126,8 @@ class ClientOptions:
         shutdown_timeout: seconds for the polite end of engines; None: ``VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS``,
             default 5.
         stall_timeout: seconds in one step after which the engine counts as stalled; None: never.
+        kill_unresponsive: kill an engine that leaves ``check_health`` unanswered, so that it is dead and no more waited
+            for; False: only say so.
         arena_limit: most bytes of shared memory per direction; 0 sends everything through the pipe.
         arena_threshold: buffers of this many bytes and more travel through shared memory.
         high_water: bytes queued for a slow engine at which senders start to wait.
@@ -149,6 +151,7 @@ class ClientOptions:
     ready_timeout: float | None = None
     shutdown_timeout: float | None = None
     stall_timeout: float | None = None
+    kill_unresponsive: bool = False
     arena_limit: int = 8 * 1024 * MIB
     arena_threshold: int = 64 * KIB
     high_water: int = 32 * MIB

@@ -219,7 +219,8 @@ class AsyncMPClient(AsyncUtilities, MPClient):
             late, error = ping.late, ping.stalled_error(deadline)
             for link in self._session.give_up_on(late, error):
                 await self._mailboxes.wait(link.over, OVER_TIMEOUT)
-            raise self._session.verdict_on(late, error) from None
+            verdict = self._session.verdict_on(late, error)
+            raise verdict from verdict.__cause__
         finally:
             ping.discard()
 

@@ -251,7 +251,8 @@ class MPClient(EngineCoreClient):
             late, error = ping.late, ping.stalled_error(deadline)
             for link in self._session.give_up_on(late, error):
                 self._session.wait_over(link)
-            raise self._session.verdict_on(late, error) from None
+            verdict = self._session.verdict_on(late, error)
+            raise verdict from verdict.__cause__
         finally:
             ping.discard()
 

@@ -291,6 +291,11 @@ class Session(Membership):
             self._reader.call(partial(self._die, link.rank, error))
         return links
 
+    def verdict_on(self, links: list[EngineLink], error: Exception) -> Exception:
+        """Return what to tell of engines that did not answer: how they ended, or the error if they live."""
+        ending = self._ending or next((self.deaths[link.rank] for link in links if link.rank in self.deaths), None)
+        return error if ending is None else ending.error()
+
     def _survives(self, rank: int) -> bool:
         """Tell whether the client goes on without a rank."""
         if self.options.on_engine_death == "shutdown" or self.lock_step is not None:

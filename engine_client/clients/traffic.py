@@ -320,11 +320,6 @@ class Traffic:
         if not self._reader.is_current():
             link.over.wait(OVER_TIMEOUT)
 
-    def verdict_on(self, links: list[EngineLink], error: Exception) -> Exception:
-        """Return what to tell of engines that did not answer: how they ended, or the error if they live."""
-        ending = self._ending or next((self.deaths[link.rank] for link in links if link.rank in self.deaths), None)
-        return error if ending is None else ending.error()
-
     def raise_death(self, link: EngineLink) -> None:
         """Raise the error of a death that was dealt with; return if others have survived it."""
         self.ensure_alive()

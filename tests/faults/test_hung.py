@@ -105,6 +105,28 @@ def test_bc29_a_busy_engine_is_well(colour: str) -> None:
         assert len(collect(client, 1)["a"]) == 2
 
 
+@colours
+@pytest.mark.parametrize("how", ["stopped", deadlock])
+def test_bc29_with_the_policy_a_hung_engine_is_killed(how: Any, colour: str) -> None:
+    """``kill_unresponsive``: the check raises EngineDeadError that says so, and so does every call that waits."""
+    client = scripted_client(colour=colour, kill_unresponsive=True)
+    client.check_health(10)
+    if how == "stopped":
+        os.kill(pid_of(client), signal.SIGSTOP)
+    else:
+        with pytest.raises(TimeoutError):
+            client.call_utility("collective_rpc", how, timeout=0.1, ranks=[last_rank(client)])
+    waiters = [Waiter(client.get_output), Waiter(lambda: client.call_utility("deferred"))]
+    time.sleep(0.05)
+    began = time.monotonic()
+    with took_at_most(BOUND), pytest.raises(EngineDeadError, match="not responding") as caught:
+        client.check_health(LIMIT)
+    assert isinstance(caught.value.__cause__, EngineStalledError)
+    for waiter in waiters:
+        assert isinstance(waiter.end(began, BOUND), EngineDeadError)
+    check_dead(client, "not responding", cause=EngineStalledError)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bc29_health_holds_no_loop_up_and_does_not_pile_up(ranks: int) -> None:
     """While two hundred checks wait for a frozen engine other tasks go on; then nothing of them is left."""
