@@ -159,9 +159,11 @@ BIG = np.arange(1 << 17, dtype=np.uint8)
 
 
 @pytest.fixture
-def client() -> Iterator[SyncMPClient]:
-    """A client that has done everything once, so that every time takes the same way."""
-    with scripted_client(Script(step_seconds=0.0005)) as made:
+def client(request: pytest.FixtureRequest) -> Iterator[SyncMPClient]:
+    """A client, of more ranks if so parametrised, that has done everything once, so that all takes the same way."""
+    config = EngineConfig()
+    config.parallel_config.data_parallel_size = getattr(request, "param", 1)
+    with scripted_client(Script(step_seconds=0.0005), config=config) as made:
         made.call_utility("echo", BIG)
         blocks = [made.allocate(BIG.nbytes) for _ in range(20)]
         del blocks
@@ -175,7 +177,10 @@ def check_clean(client: SyncMPClient) -> None:
     session = session_of(client)
     assert client.call_utility("echo", 7, timeout=DEADLOCK) == 7
     assert (len(session.in_flight), len(session.calls)) == (0, 0)
-    assert client.call_utility("info", timeout=DEADLOCK)["requests"] == []
+    ranks = list(session.links)
+    assert [info["requests"] for info in client.call_utility("info", timeout=DEADLOCK, ranks=ranks)] == [[]] * len(
+        ranks
+    )
     client.add_request(make_request("x", 2))
     assert [(name, len(outputs)) for name, outputs in collect(client, 1).items()] == [("x", 2)]
     client.call_utility("info")  # whatever the engine held of the last call is dropped with this one
@@ -222,6 +227,15 @@ def test_bc50_an_interrupt_at_any_point_takes_the_whole_call_back(
     assert interrupt_everywhere(lambda: do(client), check, prepare, gap) > 20
     client.abort_requests(["x", "running"])
     check_clean(client)
+
+
+@pytest.mark.parametrize("gap", [0, 1])
+@pytest.mark.parametrize("operation", ["call", "big call"])
+@pytest.mark.parametrize("client", [2], indirect=True)
+def test_bc50_an_interrupt_at_any_point_of_a_call_to_two_ranks(client: SyncMPClient, operation: str, gap: int) -> None:
+    """The same of a call that goes to several engines: sent to one of them or to both, nothing of it is left."""
+    count = interrupt_everywhere(lambda: OPERATIONS[operation](client), lambda _: check_clean(client), gap=gap)
+    assert count > 20
 
 
 def test_bc13_requests_of_other_threads_lose_nothing_to_an_interrupt(client: SyncMPClient) -> None:
