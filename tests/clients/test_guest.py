@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from engine_client.clients.endpoint import Endpoint
 from engine_client.testing.scripted import Script
 from helpers.clients import make_request, pids_of, session_of
 from helpers.guests import config_of, finish, guest_client, launched
+from helpers.interrupts import interrupt_at
 from helpers.timing import DEADLOCK, MS, eventually, took_at_most
 
 
@@ -129,6 +131,17 @@ def test_engines_that_are_gone_already_are_told() -> None:
             eventually(lambda: not client.is_alive, DEADLOCK)
             with pytest.raises(EngineDeadError, match="died; the process that has launched it knows how"):
                 asyncio.run(client.add_request_async(make_request("a")))
+
+
+def test_an_interrupt_while_it_attaches_leaves_nothing() -> None:
+    """Wherever it comes, what the endpoint held is closed once, and the engines serve on."""
+    with launched(1, 12) as engines:
+        before = count_open()
+        for number, endpoint in enumerate(engines.endpoints):
+            interrupt_at(1 + 11 * number, partial(guest_client, endpoint))
+            endpoint.close()
+        assert count_open() == before - 12 * 4
+        engines.check_health()
 
 
 def test_a_forked_copy_of_a_front_end_changes_nothing() -> None:
