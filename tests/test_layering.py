@@ -101,7 +101,7 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "mailbox": {"calls"},
         "membership": {"endings", "events", "link", "traffic"},
         "mp": {
-            *("base", "caller", "conditions", "elastic", "events", "front_ends", "guest", "restart"),
+            *("base", "caller", "conditions", "elastic", "endpoint", "events", "front_ends", "guest", "restart"),
             *("session", "starter"),
         },
         "outputs": {"in_flight"},
