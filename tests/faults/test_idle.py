@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine_client import EngineConfig, EngineDeadError, SyncMPClient
 from engine_client.testing.executors import EchoExecutor
-from helpers.clients import collect, make_request, pid_of, scripted_client
+from helpers.clients import collect, make_request, pid_of, pids_of, scripted_client
 from helpers.timing import DEADLOCK, SCALE
 
 SECONDS = 5.0
@@ -29,9 +30,9 @@ def used(pid: int) -> tuple[float, int]:
     return seconds, switches
 
 
-def used_while_idle(client: SyncMPClient, seconds: float) -> tuple[float, int]:
-    """Return what client and engine use together while nothing is asked of them."""
-    pids = (os.getpid(), pid_of(client))
+def used_while_idle(client: Any, seconds: float) -> tuple[float, int]:
+    """Return what client and engines use together while nothing is asked of them."""
+    pids = (os.getpid(), *pids_of(client))
     before = [used(pid) for pid in pids]
     time.sleep(seconds)
     after = [used(pid) for pid in pids]
@@ -42,10 +43,18 @@ def used_while_idle(client: SyncMPClient, seconds: float) -> tuple[float, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("requests", [0, 100])
-def test_bc15_idle_for_five_seconds(requests: int) -> None:
-    """After READY, and after a hundred requests: less than 10 ms together, and less than 20 wake-ups a second."""
-    with scripted_client() as client:
+@pytest.mark.parametrize(
+    ("requests", "colour"),
+    [(0, "sync"), (100, "sync"), (100, "dp"), pytest.param(100, "async", marks=pytest.mark.full)],
+)
+def test_bc15_idle_for_five_seconds(requests: int, colour: str) -> None:
+    """After READY, and after a hundred requests: less than 10 ms together, and less than 20 wake-ups a second.
+
+    An event loop that waits, and ranks in lock-step, add nothing.
+    """
+    config = EngineConfig()
+    config.model_config.is_moe = True  # several ranks are in lock-step
+    with scripted_client(config=config, colour=colour) as client:
         for index in range(requests):
             client.add_request(make_request(f"r{index}", 3))
         if requests:
