@@ -45,7 +45,7 @@ def used_while_idle(client: Any, seconds: float) -> tuple[float, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("requests", "colour"),
-    [(0, "sync"), (100, "sync"), (100, "dp"), pytest.param(100, "async", marks=pytest.mark.full)],
+    [(0, "sync"), (100, "dp"), *(pytest.param(100, c, marks=pytest.mark.full) for c in ("sync", "async"))],
 )
 def test_bc15_idle_for_five_seconds(requests: int, colour: str) -> None:
     """After READY, and after a hundred requests: less than 10 ms together, and less than 20 wake-ups a second.
