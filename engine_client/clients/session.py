@@ -317,7 +317,7 @@ class Session(Membership):
         self._running.discard(rank)
         self._reader.remove(rank)
         self.fail_requests(rank, ending)
-        if self.writer is not None:
+        if self.writer is not None and not (link.is_foreign and link.handle.is_alive()):  # who goes on may release it
             self.writer.reclaim(rank)
         if was_wanted and self.group.reap(rank):
             self.group.forget(rank)

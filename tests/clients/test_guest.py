@@ -144,6 +144,20 @@ def test_an_interrupt_while_it_attaches_leaves_nothing() -> None:
         engines.check_health()
 
 
+def test_an_engine_that_lets_go_of_a_front_end_is_lost_alone() -> None:
+    """The other ranks go on, where that is wanted; the memory that this one may still read is not used again."""
+    options = {"on_engine_death": "continue"}
+    with launched(2, 1, **options) as engines, guest_client(engines.endpoints[0], **options) as client:
+        session = session_of(client)
+        session.writer.reclaim = pytest.fail  # type: ignore[method-assign, union-attr]
+        os.write(session.links[1].channel.fileno(), b"this is no frame" * 10)
+        eventually(lambda: session.deaths, DEADLOCK)
+        assert "engine core 1 " in session.deaths[1].message
+        assert "serves this front-end no longer, though it runs" in session.deaths[1].message
+        assert finish(client, ["a"], 3)[0] == {"a": 3}
+        engines.check_health()
+
+
 def test_a_forked_copy_of_a_front_end_changes_nothing() -> None:
     """It cannot use the client, lets go of what it has inherited, and its end is not the front-end's."""
     with launched(1, 1) as engines, guest_client(engines.endpoints[0]) as client:
