@@ -44,6 +44,7 @@ class FrontEnd:
         is_guest: it uses an engine that another has launched, and does not end it.
         prefix: in front of the request ids of this front-end, where there are others who may use the same.
         release: gives back what belongs to the connection; called once, when the front-end is gone.
+        held: tells how many bytes of shared memory hold what was sent to it, taken or not.
     """
 
     def __init__(  # noqa: PLR0913  # most of them by name
@@ -56,6 +57,7 @@ class FrontEnd:
         is_guest: bool = False,
         prefix: str = "",
         release: Callable[[], None] = lambda: None,
+        held: Callable[[], int] = lambda: 0,
     ) -> None:
         self.index = index
         self.is_guest = is_guest
@@ -63,6 +65,7 @@ class FrontEnd:
         self.pidfd = -1  # of its process, if it has told
         self.wants_outputs = not is_guest  # one that was never used takes none, nor does a launcher with guests
         self._release = release
+        self.held = held
         self.channel = channel
         self.rank = rank
         self.main_importable = main_importable

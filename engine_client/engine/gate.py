@@ -49,7 +49,7 @@ class Gate:
         limits = list(limits)
         for front_end in self:
             self._watch(front_end)
-            if self._is_full(front_end):
+            if self._is_overdue(front_end):
                 limits.append(_STALL_LIMIT)
         self._selector.select(min(limits, default=None))
 
@@ -72,9 +72,17 @@ class Gate:
         return front_end.channel.ended or front_end.has_died() or self._holds_up_others(front_end)
 
     def _holds_up_others(self, front_end: FrontEnd) -> bool:
-        if not self._is_full(front_end) or time.monotonic() - front_end.took_at < _STALL_LIMIT:
+        if not self._is_overdue(front_end) or time.monotonic() - front_end.took_at < _STALL_LIMIT:
             return False
         return sum(1 for _ in self) > 1
+
+    def _is_overdue(self, front_end: FrontEnd) -> bool:
+        """Tell whether a front-end should read: too much waits for it, what is in shared memory included.
+
+        The memory of one that does read is its own affair: it may keep what it was sent for long.
+        """
+        backlog = front_end.channel.backlog
+        return backlog > 0 and backlog + front_end.held() > self._backlog_limit
 
     def attach(self, front_end: FrontEnd, frame: Frame) -> None:
         """Note which process a front-end is, so that its end is seen whoever holds its pipe."""
@@ -89,8 +97,8 @@ class Gate:
     def drop(self, front_end: FrontEnd) -> tuple[list[str], BaseException | None]:
         """Let go of a front-end; return the ids of its requests, and what was wrong with what it has sent."""
         if not front_end.channel.ended and not front_end.has_died():
-            text = "client %d has taken nothing for a second, and %d bytes wait for it: it is cut off"
-            front_end.log.warning(text, front_end.index, front_end.channel.backlog)
+            text = "client %d has taken nothing for a second, and up to %d bytes wait for it: it is cut off"
+            front_end.log.warning(text, front_end.index, front_end.channel.backlog + front_end.held())
         self._selector.unregister(front_end.channel.fileno())
         if front_end.pidfd >= 0:
             self._selector.unregister(front_end.pidfd)

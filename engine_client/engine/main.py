@@ -93,6 +93,10 @@ def run_engine(fds: EngineFds, launcher_pid: int) -> None:
         sys.exit(code)
 
 
+def _used(writer: ArenaWriter) -> int:
+    return writer.used
+
+
 def _close_memory(writer: ArenaWriter, reader: ArenaReader) -> None:
     writer.close()
     reader.close()
@@ -202,6 +206,7 @@ class _Engine:
                 is_guest=True,
                 prefix=f"{index}/",
                 release=partial(_close_memory, writer, reader),
+                held=partial(_used, writer),
             )
             front_ends.append(front_end)
         launcher = FrontEnd(len(front_ends), self.channel, init.rank, main_importable=main_importable)

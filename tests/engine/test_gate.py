@@ -94,6 +94,24 @@ def test_one_that_reads_is_not_lost_however_much_waits(monkeypatch: pytest.Monke
             assert not gate.is_lost(slow)
 
 
+def test_what_waits_in_shared_memory_counts_where_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that keeps much of what it has read is none of the engine's business; nor does it hold up others."""
+    with gated() as (gate, (front_end, _), _):
+        clock = Clock(monkeypatch)
+        front_end.held = lambda: 100 * LIMIT
+        front_end.flush()
+        clock.now += 60
+        front_end.flush()
+        assert not gate.is_lost(front_end)
+        fill(front_end, LIMIT // 2)
+        front_end.flush()
+        assert not gate.is_blocked()
+        assert not gate.is_lost(front_end)
+        clock.now += 1.1
+        front_end.flush()
+        assert gate.is_lost(front_end)
+
+
 def test_the_last_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it holds up nobody, a front-end may take its time."""
     with gated(1) as (gate, (only,), _):

@@ -236,6 +236,27 @@ def test_a_front_end_that_stalls_holds_up_nobody_and_is_cut_off() -> None:
         engines.check_health()
 
 
+@pytest.mark.crash
+@pytest.mark.slow
+def test_a_front_end_that_stalls_does_not_fill_the_memory() -> None:
+    """Big outputs wait in shared memory, which all share; they count, too."""
+    with launched(1, 2, Script(step_seconds=0.004), backlog_limit=8 << 20) as engines, ExitStack() as stack:
+        first, second = guests_of(stack, engines)
+        engines.call_utility("set_echo_tensor", True)
+        first.do(add_big, 128 << 10)
+        with frozen(first.pid):
+            eventually(lambda: all_requests(engines) == set(), DEADLOCK)
+            assert os.fstat(engines.endpoints[0].ranks[0].arena_in).st_blocks * 512 < 256 << 20
+        assert second.do(finish, ["a"], 3)[0] == {"a": 3}
+
+
+def add_big(client: Any, size: int) -> None:
+    """Send a request that is answered by its own bytes, again and again."""
+    import numpy as np
+
+    run(client.add_request_async(make_request("a", LONG, prompt_embeds=np.ones(size, np.uint8))))
+
+
 # -- the launcher or an engine ends --------------------------------------------------------------------------------
 
 
