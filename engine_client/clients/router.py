@@ -18,6 +18,8 @@ __all__ = ["LinkClosedError", "Router"]
 
 _BURST: Final = 0.2
 """Seconds after a request in which the pages of some ranks may not know of it yet."""
+_MEMORY: Final = 1.0
+"""Seconds for which a page may count requests that have ended: a step may take so long."""
 
 
 class LinkClosedError(Exception):
@@ -38,6 +40,11 @@ class Router:
         self._in_flight = in_flight
         self._turns = count(start)
         self._sent_at = 0.0
+        self._looked_at = 0.0
+        self._peaks: dict[int, int] = {}  # most own requests that a rank had since a moment, and before that
+        self._older_peaks: dict[int, int] = {}
+        self._peaks_since = 0.0
+        self._others: dict[int, int] = {}  # requests of other front-ends by rank, as it was then
         self.closed: set[int] = set()  # ranks that take no more requests: dead, about to leave, or about to come back
 
     def __repr__(self) -> str:
@@ -79,9 +86,23 @@ class Router:
             return links[0] if links else None
         now = time.monotonic()
         loads = {link.rank: Load(*link.status.counts(), self._in_flight.count(link.rank)) for link in links}
-        chosen = choose_rank(loads, next(self._turns), in_burst=now - self._sent_at < _BURST)
+        others = self._others
+        in_burst = now - self._sent_at < _BURST
+        if not in_burst or now - self._looked_at >= _BURST or others.keys() != loads.keys():
+            others = self._others = self._look(loads, now)
+        chosen = choose_rank(loads, next(self._turns), in_burst=in_burst, others=others)
+        self._peaks[chosen] = max(self._peaks.get(chosen, 0), loads[chosen].own + 1)
         self._sent_at = now
         return self._links.get(chosen)
+
+    def _look(self, loads: dict[int, Load], now: float) -> dict[int, int]:
+        """Return how many requests others have on each rank; own ones that a page may still count are none of them."""
+        self._looked_at = now
+        if now - self._peaks_since > _MEMORY:
+            self._peaks, self._older_peaks, self._peaks_since = {}, self._peaks, now
+        peaks, older = self._peaks, self._older_peaks
+        known = {rank: max(load.own, peaks.get(rank, 0), older.get(rank, 0)) for rank, load in loads.items()}
+        return {rank: max(0, load.total - known[rank]) for rank, load in loads.items()}
 
     def _link_of(self, rank: int) -> EngineLink:
         link = self._links.get(rank) if rank not in self.closed else None

@@ -5,7 +5,8 @@ them, and each front-end knows how many of its own are in flight, those included
 
 The score is the reference's, 4 * waiting + running; the smallest wins, and ties go round.  While own requests were sent
 a moment ago, the pages of different ranks are of different ages, and a score would prefer whoever has looked last.
-So only ranks with at most one request more than the least loaded one are then compared, which keeps a burst even.
+So only ranks with at most one request more than the least loaded one are then compared, which keeps a burst even.  What
+others have sent is, for the same reason, taken from one look at all pages and not looked up anew each time.
 
 Threads: pure functions.  Pure: performs no I/O.
 """
@@ -45,13 +46,16 @@ class Load(NamedTuple):
         return _WAITING_WEIGHT * (self.total - self.running) + self.running
 
 
-def choose_rank(loads: Mapping[int, Load], start: int, *, in_burst: bool) -> int:
+def choose_rank(
+    loads: Mapping[int, Load], start: int, *, in_burst: bool, others: Mapping[int, int] | None = None
+) -> int:
     """Return the rank that gets the next request.
 
     Args:
         loads: by rank; at least one.
         start: where the search begins, in the order of ``loads``; to be raised by one each time, so that ties spread.
         in_burst: own requests were sent a moment ago, so that the pages cannot be compared.
+        others: requests of other front-ends by rank, as seen in one look at all pages; None: as the loads say.
 
     Raises:
         ValueError: there is no rank.
@@ -62,6 +66,7 @@ def choose_rank(loads: Mapping[int, Load], start: int, *, in_burst: bool) -> int
     begin = start % len(ranks)
     ranks = ranks[begin:] + ranks[:begin]
     if in_burst:
-        least = min(load.total for load in loads.values())
-        ranks = [rank for rank in ranks if loads[rank].total <= least + 1]
+        counts = {rank: load.own + others[rank] if others else load.total for rank, load in loads.items()}
+        least = min(counts.values())
+        ranks = [rank for rank in ranks if counts[rank] <= least + 1]
     return min(ranks, key=lambda rank: loads[rank].score)

@@ -16,6 +16,7 @@ from engine_client.testing.faults import frozen
 from engine_client.testing.scripted import Script
 from helpers.calls import async_client
 from helpers.clients import make_request, pids_of, session_of
+from helpers.guests import guest_client, launched
 from helpers.timing import DEADLOCK, eventually
 
 RANKS = 4
@@ -208,3 +209,29 @@ def test_bc18_long_requests_among_short_ones(client: Any) -> None:
 
     asyncio.run(main())
     check_empty(client)
+
+
+def test_bc18_two_clients_share_the_ranks() -> None:
+    """Bursts of two front-ends at once are even together; what one has put on a rank the other keeps away from."""
+
+    def counts(*clients: Any) -> list[int]:
+        return [sum(session_of(one).in_flight.count(rank) for one in clients) for rank in range(RANKS)]
+
+    async def send(one: Any, names: list[str], **fields: Any) -> None:
+        for name in names:
+            await one.add_request_async(make_request(name, LONG, **fields))
+
+    async def main(first: Any, second: Any) -> None:
+        for turn in range(8):
+            for one in (first, second):
+                await send(one, [f"{turn}-{n}" for n in range(9)])
+        assert max(counts(first, second)) - min(counts(first, second)) <= 7, counts(first, second)
+        await send(first, [f"own{n}" for n in range(20)], data_parallel_rank=0)
+        await asyncio.sleep(0.3)  # it looks at what others have five times a second
+        before = counts(second)
+        await send(second, [f"more{n}" for n in range(60)])
+        assert counts(second)[0] <= before[0] + 2, (before, counts(second))
+        assert max(counts(first, second)) - min(counts(first, second)) <= 11, counts(first, second)
+
+    with launched(RANKS, 2, Script(step_seconds=0.002)) as engines, ExitStack() as stack:
+        asyncio.run(main(*(stack.enter_context(guest_client(endpoint)) for endpoint in engines.endpoints)))

@@ -67,3 +67,10 @@ def test_ties_go_round(ranks: list[int], in_burst: bool) -> None:
     loads = dict.fromkeys(ranks, Load(1, 1, 1))
     chosen = [choose_rank(loads, turn, in_burst=in_burst) for turn in range(3 * len(ranks))]
     assert chosen == ranks * 3
+
+
+def test_in_a_burst_what_others_have_is_as_it_was_seen_once() -> None:
+    """Pages of different ages do not count; own requests and what others had in one look at all pages do."""
+    loads = {0: Load(0, 9, 5), 1: Load(0, 20, 5)}
+    assert choose_rank(loads, 0, in_burst=True) == 0
+    assert choose_rank(loads, 0, in_burst=True, others={0: 8, 1: 3}) == 1
