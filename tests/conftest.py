@@ -17,6 +17,8 @@ from helpers.procs import stop_multiprocessing_daemons
 
 # tox has an environment of its own for these.
 collect_ignore = [f"with_{name}" for name in ("torch", "uvloop") if not find_spec(name)]
+if not find_spec("vllm"):
+    collect_ignore.append("integrations")
 
 settings.register_profile(
     "engine_client",

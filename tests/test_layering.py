@@ -29,6 +29,7 @@ FLOORS = {
     "launch": 4,
     "testing": 5,
     "cli": 5,
+    "integrations": 5,
     "__main__": 6,
 }
 """The floor of each room; what is imported lies below."""
@@ -131,6 +132,13 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "generate": {"awaited", "output"},
         "main": {"doctor", "generate"},
     },
+    "integrations": {
+        "vllm": {"vllm.install"},
+        "vllm.__main__": {"vllm.install"},
+        "vllm.carried": {"vllm.zmq_stub"},
+        "vllm.clients": {"vllm.carried"},
+        "vllm.install": {"vllm.after_import", "vllm.clients", "vllm.zmq_stub"},
+    },
 }
 """Of each room (``""``: floor 0), which module may import which of its neighbours."""
 
@@ -154,6 +162,7 @@ THIRD_PARTY = {
     "torch": {"protocol.arrays"},
     "tqdm": {"cli.output"},
     "typing_extensions": None,
+    "vllm": {"integrations.vllm.engine", "integrations.vllm.install"},
 }
 """Packages that are not of the standard library, and the only modules that may import them, inside functions (None: any
 module, for type checkers alone)."""
@@ -221,13 +230,13 @@ def may_import(own: str, target: str) -> bool:
     if target_floor > own_floor or (room and room_of(target) != room):
         return False
     name = target.partition(".")[2] or target
-    return name == room or name in SIBLINGS.get(room, {}).get(own.rpartition(".")[2], set())
+    return name == room or name in SIBLINGS.get(room, {}).get(own.partition(".")[2] or own, set())
 
 
-@pytest.mark.parametrize("module", [m for m in NAMED if room_of(m.name) == "cli"], ids=str)
+@pytest.mark.parametrize("module", [m for m in NAMED if room_of(m.name) in ("cli", "integrations")], ids=str)
 def test_outer_rooms_use_the_public_names(module):
-    """The command line imports names from the package itself, as a user would."""
-    public = {"engine_client", *(m.name for m in MODULES if room_of(m.name) in ("executors", "testing"))}
+    """The command line and the integrations import names from the package itself, as a user would."""
+    public = {"engine_client", *(m.name for m in MODULES if room_of(m.name) in ("executors", "interfaces", "testing"))}
     own_room = f"engine_client.{room_of(module.name)}"
     inner = [f for f in inner_imports(module) if not f.target.startswith(own_room)]
     assert [f"line {f.line}: {f.target}" for f in inner if f.target not in public] == []

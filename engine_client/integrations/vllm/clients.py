@@ -1,0 +1,77 @@
+"""The factories that vLLM's front-ends call instead of their own.
+
+Threads: as the clients that they make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from engine_client import ClientOptions, EngineCoreClient
+from engine_client.integrations.vllm.carried import CarriedConfig
+
+__all__ = ["factories"]
+
+TARGET: Final = "engine_client.integrations.vllm.engine:build_engine"
+
+_UNSUPPORTED: Final = "engine_client does not carry {}: {}; use vLLM's own client (with pyzmq) for it"
+
+
+def factories(
+    make_inproc: Callable[..., Any], options: ClientOptions | None = None
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return ``make_client`` and ``make_async_mp_client`` with the parameters of vLLM's.
+
+    Args:
+        make_inproc: vLLM's own ``make_client``, for engines in the caller's process.
+        options: of this library; the engine target is set here.
+    """
+    values = {} if options is None else vars(options)
+    options = ClientOptions(**{**values, "engine_target": TARGET})
+
+    def make_client(
+        multiprocess_mode: bool, asyncio_mode: bool, vllm_config: Any, executor_class: Any, log_stats: bool
+    ) -> Any:
+        """Make the client for these two choices."""
+        if not multiprocess_mode:
+            return make_inproc(multiprocess_mode, asyncio_mode, vllm_config, executor_class, log_stats)
+        return make(asyncio_mode, vllm_config, executor_class, log_stats)
+
+    def make_async_mp_client(  # vLLM's parameters
+        vllm_config: Any,
+        executor_class: Any,
+        log_stats: bool,
+        client_addresses: Any = None,
+        client_count: int = 1,
+        client_index: int = 0,  # vLLM's parameter
+    ) -> Any:
+        """Make the asyncio client that the configuration asks for."""
+        if client_addresses is not None or client_count > 1:
+            raise NotImplementedError(
+                _UNSUPPORTED.format("several API servers", "their engines are vLLM's; use --api-server-count 1")
+            )
+        return make(True, vllm_config, executor_class, log_stats)
+
+    def make(asyncio_mode: bool, vllm_config: Any, executor_class: Any, log_stats: bool) -> Any:
+        _check(vllm_config)
+        carried = CarriedConfig(vllm_config)
+        client: Any = EngineCoreClient.make_client(
+            True, asyncio_mode, carried, executor_class, log_stats, options=options
+        )
+        client.vllm_config = vllm_config
+        return client
+
+    return make_client, make_async_mp_client
+
+
+def _check(vllm_config: Any) -> None:
+    """Refuse what would start and then not work."""
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size > 1:
+        if getattr(vllm_config.model_config, "is_moe", False):
+            raise NotImplementedError(
+                _UNSUPPORTED.format("a mixture of experts with data parallelism", "its ranks need vLLM's coordinator")
+            )
+        if getattr(parallel, "data_parallel_size_local", parallel.data_parallel_size) < parallel.data_parallel_size:
+            raise NotImplementedError(_UNSUPPORTED.format("several hosts", "its pipes end at this one"))

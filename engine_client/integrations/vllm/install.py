@@ -1,0 +1,94 @@
+"""Put this library between vLLM's front-ends and its engine core.
+
+::
+
+    install() ─▶ zmq: the stub, if pyzmq is missing
+              └▶ after import of vLLM's modules: EngineCoreClient.make_client …   our factories
+                                                 EngineDeadError                  ours, so that vLLM's handlers catch it
+                                                 LLM: an interrupted call         takes its requests back
+
+Threads: ``install`` before vLLM is used; what it puts in place is as safe as what was there.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+from engine_client import ClientOptions, EngineDeadError
+from engine_client.integrations.vllm.after_import import after_import
+from engine_client.integrations.vllm.clients import factories
+from engine_client.integrations.vllm.zmq_stub import provide
+
+__all__ = ["general_plugin", "install", "run_command_line"]
+
+
+def install(options: ClientOptions | None = None) -> None:
+    """Have vLLM use this library; a second call replaces the options.
+
+    Call it before vLLM is imported: without pyzmq nothing of it can be imported before.
+
+    Args:
+        options: of this library; ``engine_target`` is set by this integration.
+    """
+    provide()
+    after_import("vllm.v1.engine.exceptions", _patch_errors)
+    after_import("vllm.v1.engine.core_client", functools.partial(_patch_factories, options))
+    after_import("vllm.v1.engine.llm_engine", _patch_llm_engine)
+
+
+def general_plugin() -> None:
+    """Be the entry point of vLLM's plugins: ``install()`` where ``ENGINE_CLIENT_VLLM=1`` says so."""
+    if os.environ.get("ENGINE_CLIENT_VLLM") == "1":
+        install()
+
+
+def run_command_line() -> None:
+    """Run vLLM's command line with this library in place."""
+    install()
+    from vllm.entrypoints.cli.main import main  # noqa: PLC0415  # it takes seconds, and needs the stub
+
+    sys.argv[0] = "vllm"
+    main()
+
+
+def _patch_errors(module: Any) -> None:
+    """Make vLLM's error for a dead engine ours, in every module that has it by name."""
+    theirs = module.EngineDeadError
+    for other in [m for name, m in sys.modules.items() if name.startswith("vllm.")]:
+        if vars(other).get("EngineDeadError") is theirs:
+            other.EngineDeadError = EngineDeadError  # type: ignore[attr-defined]  # it is there
+    module.EngineDeadError = EngineDeadError
+
+
+def _patch_factories(options: ClientOptions | None, module: Any) -> None:
+    interface = module.EngineCoreClient
+    own = getattr(interface, "_vllm_make_client", interface.make_client)
+    interface._vllm_make_client = staticmethod(own)  # noqa: SLF001  # kept, for a second install()
+    make_client, make_async_mp_client = factories(own, options)
+    interface.make_client = staticmethod(make_client)
+    interface.make_async_mp_client = staticmethod(make_async_mp_client)
+
+
+def _patch_llm_engine(module: ModuleType) -> None:
+    """Have an interrupted call forget its requests, as its client does; vLLM would wait for their outputs for ever."""
+    engine = vars(module)["LLMEngine"]
+    for name in ("add_request", "step"):
+        method = getattr(engine, name)
+        if not hasattr(method, "__wrapped__"):
+            setattr(engine, name, _taking_back(method))
+
+
+def _taking_back(method: Any) -> Any:
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except KeyboardInterrupt:
+            self.abort_request(list(self.output_processor.request_states), internal=True)
+            raise
+
+    return wrapper

@@ -1,0 +1,94 @@
+"""Scripts that run vLLM with a tiny model of random weights, each in a process of its own; they print JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from helpers.procs import ScriptResult, run_script
+
+__all__ = ["PRELUDE", "model_folder", "run_vllm", "told"]
+
+_CONFIG: Final = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+
+_ENVIRONMENT: Final = {
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONFAULTHANDLER": "0",
+}
+
+PRELUDE: Final = """
+import json, os, signal, sys, threading, time
+SETTINGS = dict(model=sys.argv[1], load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="float32",
+                max_model_len=4096, seed=0)
+PROMPTS = [{"prompt_token_ids": [1, 5, 9, number]} for number in range(3, 7)]
+
+def tell(**values):
+    print(json.dumps(values, default=repr), flush=True)
+
+def kill_engine():
+    import psutil
+    for child in psutil.Process().children():
+        child.kill()
+
+def params(max_tokens=12, **values):
+    from vllm import SamplingParams
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **values)
+
+def generate(llm, **values):
+    return [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, params(**values), use_tqdm=False)]
+"""
+"""What the scripts have in common.  vLLM is not imported yet."""
+
+
+def model_folder(where: Path) -> Path:
+    """Write the description of the model; its weights are random, and the same each time."""
+    (where / "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
+    return where
+
+
+def run_vllm(folder: Path, source: str, *, install: bool = True, timeout: float = 300, **options: Any) -> ScriptResult:
+    """Run a script after the prelude.
+
+    Args:
+        folder: for the model.
+        source: what to do.
+        install: put this library in place first.
+        timeout: seconds; vLLM alone takes twenty to start.
+        options: for ``run_script``.
+    """
+    start = "from engine_client.integrations.vllm import install\ninstall()\n" if install else ""
+    environment = {**_ENVIRONMENT, **options.pop("env", {})}
+    script = folder / "script.py"
+    script.write_text(PRELUDE + start + source, encoding="utf-8")
+    return run_script(script, str(model_folder(folder)), flags=(), timeout=timeout, env=environment, **options)
+
+
+def told(result: ScriptResult, returncode: int = 0) -> dict[str, Any]:
+    """Return what a script has told, all in one, after a look at how it ended."""
+    result.check(returncode, stderr=None if returncode == 0 else result.stderr)
+    values: dict[str, Any] = {}
+    for line in result.stdout.splitlines():
+        if line.startswith("{"):
+            values.update(json.loads(line))
+    return values

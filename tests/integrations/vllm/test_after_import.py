@@ -1,0 +1,41 @@
+"""Actions on modules that are loaded already, and on those that come later."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from unittest import mock
+
+import pytest
+
+from engine_client.integrations.vllm.after_import import after_import
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Give the name of a module that can be imported, and was not."""
+    (tmp_path / "to_be_patched.py").write_text("value = 1\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with mock.patch.dict(sys.modules):
+        yield "to_be_patched"
+
+
+def test_a_module_that_comes_later(module):
+    """The action runs when the module has been executed, and before the importer goes on."""
+    after_import(module, lambda loaded: setattr(loaded, "value", loaded.value + 1))
+    assert importlib.import_module(module).value == 2
+    assert importlib.import_module(module).__loader__.get_source(module) == "value = 1\n"
+
+
+def test_a_module_that_is_there(module):
+    """On a loaded module the action runs at once."""
+    loaded = importlib.import_module(module)
+    after_import(module, lambda loaded: setattr(loaded, "value", 5))
+    assert loaded.value == 5
+
+
+def test_a_module_that_is_not_there():
+    """What cannot be found is still not found."""
+    after_import("no_such_module_at_all", lambda loaded: None)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("no_such_module_at_all")

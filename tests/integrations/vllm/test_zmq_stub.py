@@ -1,0 +1,65 @@
+"""The stand-in for pyzmq: names for imports, and one clear error for everything else."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from unittest import mock
+
+import pytest
+
+from engine_client.integrations.vllm import zmq_stub
+from engine_client.integrations.vllm.zmq_stub import ZMQUnavailableError, is_stub, provide
+
+
+@pytest.fixture
+def stub():
+    """Give the stub for the time of a test, whether pyzmq is installed or not."""
+    with mock.patch.dict(sys.modules), mock.patch.object(zmq_stub, "find_spec", return_value=None):
+        for name in [name for name in sys.modules if name.partition(".")[0] == "zmq"]:
+            del sys.modules[name]
+        assert provide()
+        yield importlib.import_module("zmq")
+
+
+def test_what_vllm_imports(stub):
+    """The names that vLLM's modules use at their top are there, submodules included."""
+    importlib.import_module("zmq.asyncio")
+    importlib.import_module("zmq.utils.monitor")
+    assert is_stub()
+    assert (stub.PUB, stub.SUBSCRIBE, stub.POLLIN) == (1, 6, 1)
+    assert bytes | stub.Frame | stub.asyncio.Socket
+    assert issubclass(stub.Again, stub.ZMQError)
+
+
+@pytest.mark.parametrize("name", ["Context", "Poller", "Socket", "asyncio.Context"])
+def test_nothing_can_be_made(stub, name):
+    """Contexts, sockets and pollers raise an error that says who wanted them and what to do."""
+    module, _, kind = name.rpartition(".")
+    with pytest.raises(ZMQUnavailableError, match=rf"zmq\.{kind}.*install pyzmq"):
+        getattr(stub.asyncio if module else stub, kind)()
+    with pytest.raises(ZMQUnavailableError, match="install pyzmq"):
+        stub.Context.instance()
+
+
+@pytest.mark.parametrize(
+    ("module", "feature"),
+    [
+        ("vllm.distributed.device_communicators.shm_broadcast", "several workers"),
+        ("vllm.distributed.kv_events", "KV cache events"),
+        ("vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils", "a KV connector"),
+        ("vllm.v1.engine.coordinator", "data-parallel coordinator"),
+    ],
+)
+def test_the_error_names_the_feature(stub, module, feature):
+    """The error names the feature of vLLM whose module asked, also by way of vLLM's helpers."""
+    helper = {"__name__": "vllm.utils.network_utils", "zmq": stub}
+    exec("def make():\n    return zmq.Context()", helper)
+    with pytest.raises(ZMQUnavailableError, match=feature):
+        exec("make()", {"__name__": module, "make": helper["make"]})
+
+
+def test_pyzmq_comes_first():
+    """Where there is a zmq, it stays."""
+    with mock.patch.dict(sys.modules, {"zmq": mock.Mock(__spec__=None)}):
+        assert not provide()
