@@ -92,7 +92,7 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "conditions": {"link", "session"},
         "data_parallel": {"aio", "calls", "elastic"},
         "delivery": {"link", "traffic"},
-        "elastic": {"caller", "endings", "session", "starter", "traffic"},
+        "elastic": {"caller", "endings", "link", "session", "starter", "traffic"},
         "endings": {"link"},
         "fan_out": {"calls", "link"},
         "front_ends": {"endpoint", "link"},

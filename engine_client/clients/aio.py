@@ -112,7 +112,10 @@ class AsyncMPClient(AsyncUtilities, MPClient):
                 continue
             except LinkGoneError as error:
                 await self._mailboxes.wait(error.link.over, OVER_TIMEOUT)
-                session.raise_death(error.link)  # unless there is another rank to go to
+                session.raise_death(error.link, queue)  # unless there is another rank to go to
+                if queue is None:  # the death may have failed the old key, which nobody has read yet
+                    key = session.in_flight.new_key()
+                    frame = session.encode(key, request, prompt)
 
     async def _wait_for_room(self, link: EngineLink, deadline: Deadline) -> None:
         room = self._session.room

@@ -23,6 +23,7 @@ from typing import Final
 
 from engine_client.clients.caller import Caller
 from engine_client.clients.endings import name_and_text
+from engine_client.clients.link import EngineLink
 from engine_client.clients.session import Session
 from engine_client.clients.starter import Starter
 from engine_client.clients.traffic import LinkGoneError
@@ -114,8 +115,9 @@ class Elastic:
     # -- joining -------------------------------------------------------------------------------------------------------
 
     def _grow(self, size: int) -> Responses:
-        with self._claim(self._missing(size)):
-            ranks = self._missing(size)  # again: one that was claimed may have come back
+        wanted = self._missing(size)
+        with self._claim(wanted):
+            ranks = [rank for rank in wanted if rank in self._missing(size)]  # others may have brought some back
             if not ranks:
                 return {}
             before = dict(self._session.deaths)
@@ -136,6 +138,7 @@ class Elastic:
         """Start engines, closed to requests; return what each reported; if one fails, none of them is left."""
         session = self._session
         dead = {rank: session.links.get(rank) for rank in ranks}
+        self._wait_over([link for link in dead.values() if link is not None])  # tables know it by its number
         with session.starting():
             session.router.closed.update(ranks)
             try:
@@ -212,12 +215,16 @@ class Elastic:
         session = self._session
         session.leaving.update(ranks)
         session.group.shutdown(Deadline(session.grace), lambda: self._ask(ranks), ranks=ranks)
+        self._wait_over([session.links[rank] for rank in ranks])
         for rank in ranks:
-            link = session.links[rank]
-            while not link.over.wait(LONGEST_SLEEP):  # the reader has read what it sent last
-                session.ensure_alive()
-            session.ensure_alive()
             session.forget(rank)
+
+    def _wait_over(self, links: list[EngineLink]) -> None:
+        """Wait until the reader has dealt with the end of some engines."""
+        for link in links:
+            while not link.over.wait(LONGEST_SLEEP):
+                self._session.ensure_alive()
+            self._session.ensure_alive()
 
     def _ask(self, ranks: Iterable[int]) -> None:
         for rank in ranks:

@@ -149,6 +149,7 @@ class Session(Membership):
             if not is_over and not self.is_guest:
                 self.group.shutdown(Deadline(grace), self._ask)
                 if self._reader.is_alive() and not self._reader.is_current():
+                    self._reader.call(self._end_if_all_have)  # no exit comes of those that were dead before
                     self._ended.wait(limit.capped(JOIN_TIMEOUT))  # until it has read what the engines sent last
         finally:
             self.abandon(limit)
@@ -266,8 +267,7 @@ class Session(Membership):
     def _die(self, rank: int, fault: BaseException | None) -> None:
         """Declare an engine dead, tell everybody, and clean up; or note the end that ``close`` is waiting for."""
         if self._closing:
-            if not self._running or not self._reader.is_alive():
-                self._end(closed_ending())
+            self._end_if_all_have()
             return
         link = self.links[rank]
         if link.over.done():
@@ -295,6 +295,10 @@ class Session(Membership):
         """Return what to tell of engines that did not answer: how they ended, or the error if they live."""
         ending = self._ending or next((self.deaths[link.rank] for link in links if link.rank in self.deaths), None)
         return error if ending is None else ending.error()
+
+    def _end_if_all_have(self) -> None:
+        if not self._running or not self._reader.is_alive():
+            self._end(closed_ending())
 
     def _survives(self, rank: int) -> bool:
         """Tell whether the client goes on without a rank."""

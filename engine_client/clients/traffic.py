@@ -145,7 +145,7 @@ class Traffic:
                 continue
             except LinkGoneError as error:
                 self.wait_over(error.link)
-                self.raise_death(error.link)  # unless there is another rank to go to
+                self.raise_death(error.link, stream)  # unless there is another rank to go to
 
     def check(self, request: Any) -> array[int] | None:
         """Raise if a request cannot be sent; return its prompt."""
@@ -320,13 +320,12 @@ class Traffic:
         if not self._reader.is_current():
             link.over.wait(OVER_TIMEOUT)
 
-    def raise_death(self, link: EngineLink) -> None:
-        """Raise the error of a death that was dealt with; return if others have survived it."""
+    def raise_death(self, link: EngineLink, stream: OutputQueue | None = None) -> None:
+        """Raise the error of a death that was dealt with, unless others and the stream have survived it: try these."""
         self.ensure_alive()
-        if not link.over.done():
-            raise closed_ending().error()
-        if not self.router.open_links():
-            raise self.last_death().error()
+        ending: Ending | None = link.over.result() if link.over.done() else None
+        if ending is None or (stream is not None and stream.has_ended):
+            raise (ending or closed_ending()).error()
 
     def send(self, link: EngineLink, frame: Frame) -> None:
         """Send a frame behind the aborts that are noted.

@@ -24,10 +24,12 @@ from engine_client import (
     FinishReason,
     StartupError,
 )
+from engine_client.clients.elastic import Elastic
+from engine_client.clients.endings import Ending
 from engine_client.config import ModelConfig
 from engine_client.testing.inventory import descendants
 from engine_client.testing.scripted import TARGET, Script
-from helpers.calls import async_client
+from helpers.calls import async_client, played_session
 from helpers.clients import make_request, pids_of, session_of
 from helpers.timing import DEADLOCK, eventually, took_at_most
 
@@ -263,6 +265,54 @@ def test_ranks_come_and_go_while_another_one_dies(tmp_path: Path) -> None:
 
     with doomed(tmp_path / "sign", "slow", on_engine_death="continue") as client:
         run(main())
+
+
+@pytest.mark.crash
+def test_a_dead_rank_is_replaced_once_its_death_was_dealt_with() -> None:
+    """Tables know an engine by its number: what is done for the dead one must not meet the new one."""
+
+    async def main() -> None:
+        session, going = session_of(client), threading.Event()
+        reap = session.group.reap
+
+        def reap_slowly(rank: int) -> bool:
+            has_ended = reap(rank)
+            going.wait(DEADLOCK)
+            return has_ended
+
+        session.group.reap = reap_slowly  # type: ignore[method-assign]
+        os.kill(pids_of(client)[1], signal.SIGKILL)
+        await until(lambda: 1 in session.deaths)
+        change = asyncio.create_task(client.scale_elastic_ep(2))
+        await asyncio.sleep(0.5)
+        going.set()
+        await change
+        assert await client.call_utility_async("echo", 1, ranks=[0, 1]) == [1, 1]
+        os.kill(pids_of(client)[1], signal.SIGKILL)
+        await until(lambda: client.engine_status()[1].condition == "dead")
+
+    with async_client(2, on_engine_death="continue") as client:
+        run(main())
+
+
+def test_whoever_starts_or_ends_a_rank_has_it_to_himself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that dies while a change waits for another rank's restart is left to its own."""
+    with played_session(2, on_engine_death="continue") as (session, _):
+        elastic = Elastic(session, None)  # type: ignore[arg-type]  # nothing is started
+        begun: list[list[int]] = []
+        monkeypatch.setattr(elastic, "_bring_up", lambda ranks: begun.append(ranks) or {})
+        monkeypatch.setattr(elastic, "_take_part", lambda ranks: None)
+        session.deaths[1] = Ending("it died")
+        with elastic._claim([1]):  # noqa: SLF001  # as a restart does
+            change = threading.Thread(target=elastic.scale, args=(3,))
+            change.start()
+            change.join(0.2)
+            assert not begun
+            session.deaths.clear()
+            session.deaths[0] = Ending("it died, too")
+        change.join(DEADLOCK)
+        assert begun == [[2]]
+        session.deaths.clear()
 
 
 def test_calls_to_all_ranks_succeed_while_ranks_leave() -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import random
 import signal
 import threading
+import time
 import weakref
+from collections import Counter
 from collections.abc import Awaitable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine_client import EngineConfig, EngineDeadError, FinishReason
+from engine_client import EngineConfig, EngineDeadError, FinishReason, StartupError
 from engine_client.config import ModelConfig
 from engine_client.testing.inventory import descendants
 from engine_client.testing.scripted import Script
@@ -290,3 +294,93 @@ def fork_holder(core: Any) -> int:
         signal.pause()
         os._exit(0)
     return pid
+
+
+def test_a_client_without_a_living_rank_is_shut_down_at_once() -> None:
+    """There is nobody whose last words could be waited for."""
+    with scripted_client(on_engine_death="restart", restart_delay=60.0) as client:
+        kill(client, 0)
+        eventually(lambda: conditions(client) == ["dead"], DEADLOCK)
+        with took_at_most(1.0):
+            client.shutdown()
+
+
+class Chaos:
+    """Requests, streams and calls of one client, whose ranks are killed and change their number all the while."""
+
+    def __init__(self, client: Any, seed: int, seconds: float) -> None:
+        self.client = client
+        self.random = random.Random(seed)
+        self.ends_at = time.monotonic() + seconds
+        self.sent: set[str] = set()
+        self.ended: Counter[str] = Counter()
+
+    def goes_on(self) -> bool:
+        return time.monotonic() < self.ends_at
+
+    async def again(self, action: Any, pause: float) -> None:
+        """Repeat something, which may meet a death."""
+        number = 0
+        while self.goes_on():
+            number += 1
+            try:
+                await action(number)
+            except (EngineDeadError, StartupError):
+                await asyncio.sleep(0.002)
+            await asyncio.sleep(self.random.random() * pause)
+
+    async def send(self, number: int) -> None:
+        for part in range(5):
+            name = f"{number}-{part}"
+            rank = 0 if self.random.random() < 0.2 else None
+            await self.client.add_request_async(make_request(name, part + 1, data_parallel_rank=rank))
+            self.sent.add(name)
+
+    async def stream(self, number: int) -> None:
+        tokens = 0
+        async for output in self.client.stream(make_request(f"s{number}", 7)):
+            tokens += len(output.new_token_ids)
+        assert tokens == 7
+
+    async def call(self, number: int) -> None:
+        assert await self.client.call_utility_async("echo", number) == number
+
+    async def scale(self, number: int) -> None:
+        del number
+        await self.client.scale_elastic_ep(self.random.randint(1, 4))
+
+    async def kill(self, number: int) -> None:
+        del number
+        link = self.random.choice(list(session_of(self.client).links.values()))
+        if link.rank or self.client.options.on_engine_death == "restart":  # else it may be the last one
+            link.handle.kill()
+
+    async def receive(self) -> None:
+        while self.goes_on() or len(self.ended) < len(self.sent):
+            with suppress(TimeoutError):
+                for output in (await self.client.get_output_async(timeout=0.2)).outputs:
+                    if output.finished:
+                        self.ended[output.request_id] += 1
+
+    async def run(self) -> None:
+        work = ((self.send, 0.01), (self.stream, 0.0), (self.call, 0.0), (self.scale, 0.05), (self.kill, 0.6))
+        await asyncio.gather(self.receive(), *(self.again(action, pause) for action, pause in work))
+
+
+@pytest.mark.stress
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("policy", ["continue", "restart"])
+def test_everything_is_accounted_for_while_ranks_die_come_and_go(policy: str, seed: int) -> None:
+    """Each request ends once, whatever happened to its rank; nothing hangs, and nothing is left in any table."""
+    options = {"on_engine_death": policy, "restart_delay": 0.0, "restart_limit": 999}
+    with async_client(2, Script(step_seconds=0.0005), **options) as c:
+        chaos = Chaos(c, seed, 4.0)
+        run(chaos.run())
+        assert c.is_alive
+        assert set(chaos.ended) >= chaos.sent
+        assert {name: count for name, count in chaos.ended.items() if name in chaos.sent and count != 1} == {}
+        session = session_of(c)
+        assert (len(session.in_flight), len(session.calls), len(session.streams)) == (0, 0, 0)
+        with took_at_most(2.0):
+            c.shutdown()
