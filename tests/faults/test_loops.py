@@ -93,10 +93,11 @@ else:
 print("OK")
 """
 
-EAGER = pytest.mark.skipif(sys.version_info < (3, 12), reason="the factory came with Python 3.12")
+NATURES = ["plain", "watches nothing", "debug", *(["eager"] if sys.version_info >= (3, 12) else [])]
+"""Of loops; the eager task factory came with Python 3.12."""
 
 
-@pytest.mark.parametrize("nature", ["plain", "watches nothing", "debug", pytest.param("eager", marks=EAGER)])
+@pytest.mark.parametrize("nature", NATURES)
 @pytest.mark.parametrize(("where", "ranks"), [("outside", 1), ("inside", 2)])
 def test_bc27_one_loop_after_the_other(where: str, ranks: int, nature: str) -> None:
     """Made outside or inside of a loop, a client works in three further ones, of any nature, without a warning."""
