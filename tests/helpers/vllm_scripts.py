@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from helpers.procs import ScriptResult, run_script
 
-__all__ = ["PRELUDE", "model_folder", "run_vllm", "told"]
+__all__ = ["ENVIRONMENT", "PRELUDE", "model_folder", "run_vllm", "told"]
 
 _CONFIG: Final = {
     "architectures": ["LlamaForCausalLM"],
@@ -27,7 +27,7 @@ _CONFIG: Final = {
     "hidden_act": "silu",
 }
 
-_ENVIRONMENT: Final = {
+ENVIRONMENT: Final = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -78,7 +78,7 @@ def run_vllm(folder: Path, source: str, *, install: bool = True, timeout: float 
         options: for ``run_script``.
     """
     start = "from engine_client.integrations.vllm import install\ninstall()\n" if install else ""
-    environment = {**_ENVIRONMENT, **options.pop("env", {})}
+    environment = {**ENVIRONMENT, **options.pop("env", {})}
     script = folder / "script.py"
     script.write_text(PRELUDE + start + source, encoding="utf-8")
     return run_script(script, str(model_folder(folder)), flags=(), timeout=timeout, env=environment, **options)

