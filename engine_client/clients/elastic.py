@@ -17,12 +17,12 @@ rank claims it meanwhile, so that a restart and a change of the number do not me
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Final
 
 from engine_client.clients.caller import Caller
-from engine_client.clients.endings import name_and_text
+from engine_client.clients.endings import Ending, name_and_text
 from engine_client.clients.link import EngineLink
 from engine_client.clients.session import Session
 from engine_client.clients.starter import Starter
@@ -90,11 +90,11 @@ class Elastic:
                 before = dict(self._session.deaths)
                 self._bring_up([rank])
                 try:
-                    self._take_part([rank])
+                    is_paused = self._take_part([rank])
                 except BaseException:
                     self._session.group.kill_now([rank])  # which is one more death
                     raise
-                self._session.admit([rank], before)
+                self._admit([rank], before, is_paused=is_paused)
 
     @contextmanager
     def _claim(self, ranks: Iterable[int]) -> Iterator[None]:
@@ -123,11 +123,11 @@ class Elastic:
             before = dict(self._session.deaths)
             responses = self._bring_up(ranks)
             try:
-                self._take_part(ranks)
+                is_paused = self._take_part(ranks)
             except BaseException:
                 self._end(ranks)
                 raise
-            self._session.admit(ranks, before)
+            self._admit(ranks, before, is_paused=is_paused)
             return responses
 
     def _missing(self, size: int) -> list[int]:
@@ -161,13 +161,23 @@ class Elastic:
                 session.tell(link.rank, "ready")
         return responses
 
-    def _take_part(self, ranks: list[int]) -> None:
-        """Bring new ranks into the others' state: paused if those are, and in their group."""
+    def _admit(self, ranks: list[int], before: Mapping[int, Ending], *, is_paused: bool) -> None:
+        """Open new ranks; the others may have been resumed since it was seen that they are paused."""
+        self._session.admit(ranks, before)
+        others = [link.rank for link in self._session.router.open_links() if link.rank not in ranks]
+        if is_paused and others:
+            with suppress(EngineDeadError):  # whoever uses the client learns of it
+                if not self._call("is_scheduler_paused", others[:1]):
+                    self._call("resume_scheduler", ranks)
+
+    def _take_part(self, ranks: list[int]) -> bool:
+        """Bring new ranks into the others' group, and pause them if those are; return whether it did."""
         if self._session.lock_step is None:
             others = [link.status.snapshot() for link in self._session.router.open_links()]
-            if others and all(page.is_paused or page.is_sleeping for page in others):
+            was_paused = bool(others) and all(page.is_paused or page.is_sleeping for page in others)
+            if was_paused:
                 self._call("pause_scheduler", ranks, "keep", False)
-            return
+            return was_paused
         with self._paused() as was_paused:
             self._session.lock_step.set_members(self._session.links)
             # The second answer comes behind a look at the members.
@@ -175,6 +185,7 @@ class Elastic:
             self._call(PING, ranks)
             if was_paused:
                 self._call("pause_scheduler", ranks, "keep", False)
+        return was_paused
 
     # -- leaving -------------------------------------------------------------------------------------------------------
 
@@ -185,30 +196,38 @@ class Elastic:
             return []
         with self._claim(ranks):
             session.departing.update(ranks)
+            session.router.draining.update(ranks)
             session.router.closed.update(ranks)
             try:
                 for rank in ranks:
                     session.tell(rank, "leaving")
-                for rank in ranks:
-                    self._wait_idle(rank)
+                self._wait_idle(ranks)
                 if session.lock_step is not None:
                     with self._paused():
                         session.lock_step.set_members(set(session.links).difference(ranks))
             except BaseException:
                 session.departing.difference_update(ranks)
+                session.router.draining.difference_update(ranks)
                 session.admit((rank for rank in ranks if rank not in session.deaths), {})
                 raise
             self._end(ranks)
         return ranks
 
-    def _wait_idle(self, rank: int) -> None:
-        """Wait until a rank has nothing to do for this client; its death, too, ends that."""
+    def _wait_idle(self, ranks: list[int]) -> None:
+        """Wait until ranks have nothing to do for this client; a death, too, ends that.
+
+        They take calls until their requests have ended: one that resumes them may be needed for that.
+        """
         session = self._session
-        link = session.links[rank]
+        self._wait_while(lambda rank: session.in_flight.count(rank) > 0, ranks)
+        session.router.draining.difference_update(ranks)
+        self._wait_while(session.calls.has_rank, ranks)
+
+    def _wait_while(self, is_busy: Callable[[int], bool], ranks: list[int]) -> None:
         pause = Latch()
-        while not link.over.done() and (session.in_flight.count(rank) or session.calls.has_rank(rank)):
+        while any(is_busy(rank) and not self._session.links[rank].over.done() for rank in ranks):
             pause.wait(_LOOK)
-            session.ensure_alive()
+            self._session.ensure_alive()
 
     def _end(self, ranks: list[int]) -> None:
         """End ranks whose end is wanted, and forget them."""

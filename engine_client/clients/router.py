@@ -46,6 +46,7 @@ class Router:
         self._peaks_since = 0.0
         self._others: dict[int, int] = {}  # requests of other front-ends by rank, as it was then
         self.closed: set[int] = set()  # ranks that take no more requests: dead, about to leave, or about to come back
+        self.draining: set[int] = set()  # those of them that finish what they have, and take calls meanwhile
 
     def __repr__(self) -> str:
         return f"<Router ranks={sorted(self._links)} closed={sorted(self.closed)}>"
@@ -53,6 +54,10 @@ class Router:
     def open_links(self) -> list[EngineLink]:
         """Return the engines that take requests and calls."""
         return [link for rank, link in list(self._links.items()) if rank not in self.closed]
+
+    def takes_calls(self, link: EngineLink) -> bool:
+        """Tell whether an engine takes calls, with one in the table, as ``ensure_open``."""
+        return link.rank not in self.closed or (link.rank in self.draining and not link.over.done())
 
     def ensure_open(self, link: EngineLink) -> None:
         """Raise ``LinkClosedError`` unless an engine takes requests; to be called with one in the table.
@@ -63,14 +68,18 @@ class Router:
             raise LinkClosedError
 
     def links_of(self, ranks: Iterable[int] | None, *, closed_too: bool = False) -> list[EngineLink]:
-        """Return the engines of these ranks; None: all that are open.
+        """Return the engines of these ranks; None: all that take calls.
 
         Raises:
             ValueError: there is no such rank.
         """
         if ranks is None:
-            return self.open_links()
-        return [self._links[rank] if closed_too and rank in self._links else self._link_of(rank) for rank in ranks]
+            return [link for link in list(self._links.values()) if self.takes_calls(link)]
+        found = []
+        for rank in ranks:
+            link = self._links.get(rank)
+            found.append(link if link is not None and (closed_too or self.takes_calls(link)) else self._link_of(rank))
+        return found
 
     def choose(self, request: Any) -> EngineLink | None:
         """Return the engine that gets a request: the one it asks for, or the least loaded; None if there is none.

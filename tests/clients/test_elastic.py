@@ -354,6 +354,52 @@ def test_new_ranks_are_paused_as_the_others_are() -> None:
         run(main())
 
 
+def test_ranks_that_join_a_client_which_is_resumed_meanwhile_are_resumed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were paused as the others, and were not yet among those whom the user resumed."""
+
+    async def main() -> None:
+        await client.pause_scheduler_async(mode="keep")
+        await until(lambda: client.engine_status()[0].is_paused)
+        elastic = client._elastic  # noqa: SLF001  # to come between two of its steps
+        take_part = elastic._take_part  # noqa: SLF001  # as above
+
+        def take_part_and_resume(ranks: list[int]) -> bool:
+            was_paused: bool = take_part(ranks)
+            asyncio.run_coroutine_threadsafe(client.resume_scheduler_async(), loop).result(DEADLOCK)
+            return was_paused
+
+        monkeypatch.setattr(elastic, "_take_part", take_part_and_resume)
+        loop = asyncio.get_running_loop()
+        await client.scale_elastic_ep(2)
+        assert await client.call_utility_async("is_scheduler_paused", ranks=[0, 1]) == [False, False]
+
+    with single() as client:
+        run(main())
+
+
+@pytest.mark.parametrize("is_moe", [False, True], ids=["independent", "lock-step"])
+def test_ranks_that_leave_take_calls_until_they_are_done(is_moe: bool) -> None:
+    """A paused client is scaled down: the change waits; resumed, the leaving ranks go on, and nothing is lost."""
+
+    async def main() -> None:
+        for rank in range(3):
+            await client.add_request_async(make_request(f"r{rank}", 300, data_parallel_rank=rank))
+        await client.get_output_async()
+        await client.pause_scheduler_async(mode="keep")
+        change = asyncio.create_task(client.scale_elastic_ep(1))
+        await until(lambda: [s.condition for s in client.engine_status()][1:] == ["leaving"] * 2)
+        assert await client.call_utility_async("echo", 1, ranks=[2, 0]) == [1, 1]
+        await client.resume_scheduler_async()
+        await end_of_all(client, ["r0", "r1", "r2"])
+        await change
+        assert sorted(session_of(client).links) == [0]
+        assert not session_of(client).router.draining
+
+    config = EngineConfig(model_config=ModelConfig(is_moe=is_moe))
+    with async_client(3, SLOW, config=config) as client:
+        run(main())
+
+
 def test_large_buffers_reach_a_rank_that_joined_a_single_one() -> None:
     """The request memory has room for the readers to come."""
 
