@@ -72,8 +72,7 @@ class FrontEnd:
         self.gone = False
         self.took_at = 0.0  # when it was last seen to take something of what waits for it; or that began to wait
         self.log = logging.getLogger("engine_client.engine")
-        self._sent = 0  # when that was looked at last
-        self._has_backlog = False  # as above
+        self._has_backlog = False  # when that was looked at last
         self._has_died = False
         self._keys: dict[str, int] = {}
         self._ids: dict[int, str] = {}
@@ -165,11 +164,13 @@ class FrontEnd:
 
     def flush(self) -> None:
         """Write what waits and fits."""
+        waiting = self.channel.backlog
         with suppress(BrokenPipeError):  # the end of the stream, which the loop reads next, says the same
             self.channel.flush()
-        if self.channel.sent != self._sent or not self._has_backlog:
+        left = self.channel.backlog
+        if left < waiting or not self._has_backlog:
             self.took_at = time.monotonic()
-        self._sent, self._has_backlog = self.channel.sent, self.channel.wants_write
+        self._has_backlog = left > 0
 
     def send_outputs(self, outputs: EngineCoreOutputs) -> list[str]:
         """Send a step's outputs; return the ids of requests that had to be ended because theirs cannot be sent."""
@@ -250,6 +251,8 @@ class FrontEnd:
 
     def _send(self, frame: Frame) -> None:
         if not self.gone:
+            if self._has_backlog:
+                self.flush()  # else what this sends of it would not be seen to be taken
             with suppress(BrokenPipeError):  # the end of the stream, which the loop reads next, says the same
                 self.channel.send(frame)
 

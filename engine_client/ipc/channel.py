@@ -83,7 +83,6 @@ class Channel:
         self.hung_up = False  # ... because it closed its end, or has died
         self.fault: BaseException | None = None  # why the stream cannot be read on
         self.received = 0  # bytes read so far
-        self.sent = 0  # bytes written so far
         self.in_memory = 0  # buffers that went through shared memory
         self.in_pipe = 0  # buffers that were big enough for it and went through the pipe
         self._fd = fd
@@ -256,7 +255,6 @@ class Channel:
                 # One C call makes the system call and keeps its count: a signal cannot come between the two.
                 sent = map(self._socket.sendmsg, (parts[:_MOST_VECTORS],), ((),), (_NO_SIGNAL,))
                 outgoing.written.extend(sent)
-                self.sent += outgoing.written[-1]
             except BlockingIOError:
                 return False
             except OSError as error:

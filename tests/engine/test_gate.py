@@ -86,10 +86,8 @@ def test_one_that_reads_is_not_lost_however_much_waits(monkeypatch: pytest.Monke
             fill(slow, 4 * LIMIT)
             slow.flush()
             clock.now += 0.9
-            before = slow.channel.sent
             reader.receive()
             slow.send_failure(1, ValueError())  # writes what fits: nothing is left to do for flush
-            assert slow.channel.sent > before
             slow.flush()
             assert not gate.is_lost(slow)
 

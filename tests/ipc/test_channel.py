@@ -60,7 +60,6 @@ def test_a_channel_hangs_up_whoever_has_copies_of_its_end() -> None:
     with pair() as (left, right):
         copy = os.dup(left.fileno())
         left.send(frame(b"last"))
-        assert left.sent > len(b"last")
         left.hang_up()
         left.hang_up()
         assert [f.header for f in right.receive()] == [b"last"]
