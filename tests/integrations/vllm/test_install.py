@@ -35,7 +35,7 @@ def test_the_same_tokens_as_in_process(tmp_path):
 @pytest.mark.skipif(find_spec("zmq") is None, reason="pyzmq is not installed")
 def test_the_same_tokens_as_over_zmq(tmp_path):
     """``LLM.generate`` gives the tokens that it gives with vLLM's own client."""
-    theirs = told(run_vllm(tmp_path, GENERATE, install=False, patience=20))
+    theirs = told(run_vllm(tmp_path, GENERATE, install=False, patience=20), clean=False)
     assert theirs["client"] == "vllm.v1.engine.core_client"
     assert told(run_vllm(tmp_path, GENERATE))["tokens"] == theirs["tokens"]
 
@@ -120,3 +120,72 @@ if __name__ == "__main__":
     error = told(result)
     assert "several workers" in error["error"] + error["cause"]
     assert "pyzmq is not installed" in error["error"] + error["cause"]
+
+
+CHAT = """
+if __name__ == "__main__":
+    from vllm import LLM, SamplingParams
+    llm = LLM(sys.argv[1], enforce_eager=True, dtype="float32", max_model_len=1024)
+    questions = [[{"role": "user", "content": f"What is the capital of {name}?"}] for name in ("France", "Italy")]
+    outputs = llm.chat(questions, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+    tell(texts=[o.outputs[0].text for o in outputs], tokens=[list(o.outputs[0].token_ids) for o in outputs])
+"""
+
+
+@pytest.mark.slow
+def test_real_weights(smollm, tmp_path):
+    """SmolLM2 knows the capital of France, in the same words as in process, and as over ZMQ where there is pyzmq."""
+    ours = told(run_vllm(tmp_path, CHAT, model=smollm))
+    assert "Paris" in ours["texts"][0]
+    assert told(run_vllm(tmp_path, CHAT, model=smollm, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})) == ours
+    if find_spec("zmq") is not None:
+        assert told(run_vllm(tmp_path, CHAT, model=smollm, install=False, patience=20), clean=False) == ours
+
+
+EMBEDDINGS = """
+if __name__ == "__main__":
+    import torch
+    from vllm import LLM
+    llm = LLM(**SETTINGS, enable_prompt_embeds=True)
+    torch.manual_seed(3)
+    prompts = [{"prompt_embeds": torch.randn(600, 64)}]
+    outputs = llm.generate(prompts, params(), use_tqdm=False)
+    tell(tokens=list(outputs[0].outputs[0].token_ids))
+"""
+
+
+@pytest.mark.slow
+def test_prompt_embeddings(tmp_path):
+    """Prompt embeddings, larger than what the pipe carries, arrive equal: the model goes on from them as in process."""
+    inside = told(run_vllm(tmp_path, EMBEDDINGS, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}))
+    assert told(run_vllm(tmp_path, EMBEDDINGS)) == inside
+    assert len(inside["tokens"]) == 12
+
+
+@pytest.mark.slow
+def test_kv_events_are_refused(tmp_path):
+    """Publishing KV events fails at the start; without pyzmq the error names it and why."""
+    if find_spec("zmq") is not None:
+        pytest.skip("pyzmq is installed")
+    result = run_vllm(
+        tmp_path,
+        """
+if __name__ == "__main__":
+    from vllm import LLM
+    try:
+        LLM(**SETTINGS, kv_events_config={"enable_kv_cache_events": True})
+    except RuntimeError as error:
+        tell(kind=type(error).__name__, error=str(error) + repr(error.__cause__))
+""",
+    )
+    error = told(result)
+    assert error["kind"] == "StartupError"
+    assert "publishing KV cache events needs ZMQ" in error["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("zmq") is None, reason="vLLM loads its plugins after what needs zmq")
+def test_the_plugin(tmp_path):
+    """``ENGINE_CLIENT_VLLM=1`` alone puts this library in place; without it the plugin does nothing."""
+    unchanged = told(run_vllm(tmp_path, GENERATE, install=False, env={"ENGINE_CLIENT_VLLM": "1"}))
+    assert unchanged["client"] == "engine_client.clients.sync"
