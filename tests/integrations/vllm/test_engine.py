@@ -24,6 +24,12 @@ async def outcome(awaitable):
 def load(worker):
     return worker.rank + 41
 
+def nested(worker):
+    return {"rows": [(1, 2.5), {"inner": worker.parallel_config.world_size}]}
+
+def bad(worker):
+    raise LookupError("no such thing", 7)
+
 def slow(worker):
     time.sleep(60)
 
@@ -78,8 +84,16 @@ async def pause(llm, mode):
     await llm.resume_generation()
     return [paused, await llm.is_paused(), len(await task) == 1000]
 
+async def traceback_of(awaitable):
+    try:
+        await awaitable
+    except Exception as error:
+        import traceback
+        return [type(error).__name__, error.args, "".join(traceback.format_exception(error))]
+
 async def main(llm):
     core = llm.engine_core
+    tell(nested=await llm.collective_rpc(nested), raised=await traceback_of(llm.collective_rpc(bad)))
     tell(**{f"pause_{mode}": await pause(llm, mode) for mode in ("abort", "wait", "keep")})
     for name in ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache", "get_supported_tasks", "list_loras"):
         tell(**{name: await outcome(getattr(llm, name)())})
@@ -111,6 +125,9 @@ if __name__ == "__main__":
         assert values[name] == ["RuntimeError", "LoRA is not enabled. Use --enable-lora to enable LoRA."]
     assert values["rpc"] == [41]
     assert values["by_name"] == [None]
+    assert values["nested"] == [{"rows": [[1, 2.5], {"inner": 1}]}]
+    assert values["raised"][:2] == ["LookupError", ["no such thing", 7]]
+    assert "in bad" in values["raised"][2]
     assert values["bad_rpc"][0] == "NotImplementedError"
     assert values["profile"] == ["RuntimeError", "Profiler is not enabled."]
     assert values["bad"][0] == "AttributeError"

@@ -189,3 +189,31 @@ def test_the_plugin(tmp_path):
     """``ENGINE_CLIENT_VLLM=1`` alone puts this library in place; without it the plugin does nothing."""
     unchanged = told(run_vllm(tmp_path, GENERATE, install=False, env={"ENGINE_CLIENT_VLLM": "1"}))
     assert unchanged["client"] == "engine_client.clients.sync"
+
+
+@pytest.mark.slow
+@pytest.mark.crash
+def test_a_kill_at_the_start(tmp_path):
+    """An engine that is killed while it loads fails the start at once, by name."""
+    result = run_vllm(
+        tmp_path,
+        """
+def kill_when_it_is_there():
+    import psutil
+    while not any("engine_client" in " ".join(child.cmdline()) for child in psutil.Process().children()):
+        time.sleep(0.05)
+    time.sleep(1.0)
+    kill_engine()
+
+if __name__ == "__main__":
+    from vllm import LLM
+    threading.Thread(target=kill_when_it_is_there, daemon=True).start()
+    try:
+        LLM(**SETTINGS)
+    except RuntimeError as error:
+        tell(kind=type(error).__name__, error=str(error))
+""",
+    )
+    error = told(result)
+    assert error["kind"] == "StartupError"
+    assert "SIGKILL(-9)" in error["error"]
