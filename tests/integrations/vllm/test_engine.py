@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+from unittest import mock
+
 import pytest
 
+from engine_client.integrations.vllm.engine import VllmEngine
 from helpers.vllm_scripts import run_vllm, told
 
 SETUP = """
@@ -41,6 +45,29 @@ def run(main):
     llm.shutdown()
     del llm  # its finalizer does not bear the interpreter's end
 """
+
+
+def test_counts_and_outputs_are_in_this_librarys_order():
+    """Waiting comes before running, and nothing is to be taken when nothing was aborted."""
+    core = mock.Mock(batch_queue=None)
+    core.scheduler.get_request_counts.return_value = (3, 5)
+    core.scheduler.has_requests.return_value = False
+    engine = VllmEngine(core)
+    assert engine.counts() == (5, 3)
+    assert not engine.has_work()
+    assert engine.take_outputs() == {}
+
+
+def test_the_end_is_not_held_up():
+    """After the shutdown nothing is searched for garbage: the process ends next."""
+    core = mock.Mock()
+    gc.unfreeze()
+    try:
+        VllmEngine(core).shutdown()
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+    core.shutdown.assert_called_once_with()
 
 
 @pytest.mark.slow
