@@ -162,15 +162,19 @@ class InFlight:
         """Return the ranks of these requests by their keys; whatever is not in flight is ignored."""
         with self._lock:
             self._settle()
-            wanted = [self._keys.get(request_id) for request_id in request_ids if isinstance(request_id, str)]
-            return {key: self._ranks[key] for key in wanted if key is not None and key in self._ids}
+            return self._ranks_locked(map(self._keys.get, filter(_is_text, request_ids)))
+
+    def _ranks_locked(self, keys: Iterable[int | None]) -> dict[int, int]:
+        return {key: self._ranks[key] for key in keys if key is not None and key in self._ids}
 
     def mine(self, owner: Hashable = None) -> dict[int, int]:
         """Return the ranks, by key, of the requests that an owner, by default the calling thread, has added."""
-        me = threading.get_ident() if owner is None else owner
         with self._lock:
             self._settle()
-            return {key: self._ranks[key] for key, owner in self._owners.items() if owner == me}
+            return self._owned_locked(threading.get_ident() if owner is None else owner)
+
+    def _owned_locked(self, owner: Hashable) -> dict[int, int]:
+        return {key: self._ranks[key] for key, its_owner in self._owners.items() if its_owner == owner}
 
     def arrived(self, keys: Iterable[int]) -> None:
         """Note that the last outputs of these requests are here, so that their ranks have nothing to do for them."""
@@ -186,7 +190,7 @@ class InFlight:
     def ranks_of(self, keys: Iterable[int]) -> dict[int, int]:
         """Return the ranks of these requests by their keys; whatever is not in flight is left out."""
         with self._lock:
-            return {key: self._ranks[key] for key in keys if key in self._ranks}
+            return self._ranks_locked(keys)
 
     def count(self, rank: int) -> int:
         """Return how many requests a rank has not finished."""
@@ -212,6 +216,13 @@ class InFlight:
         """Remove what is finished."""
         while self._finished:
             with self._lock:
-                for key in list(self._finished):
-                    self.discard(key)
-                    self._finished.discard(key)
+                self._settle_locked()
+
+    def _settle_locked(self) -> None:
+        for key in list(self._finished):
+            self.discard(key)
+            self._finished.discard(key)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)

@@ -95,7 +95,7 @@ class Mailboxes:
         if not any(box.is_closed for box in list(self._open)):
             return []
         with self._lock:
-            closed = [box for box in self._open if box.is_closed]
+            closed = list(filter(_is_closed, self._open))
             self._open.difference_update(closed)
         return list(closed)
 
@@ -147,3 +147,7 @@ class Mailboxes:
         if time.monotonic() - box.turned_at > _TURN:
             await asyncio.sleep(0)
             box.turned_at = time.monotonic()
+
+
+def _is_closed(box: _Mailbox) -> bool:
+    return box.is_closed

@@ -76,10 +76,13 @@ class Membership(Traffic):
             before: the deaths that were known when they were started.
         """
         with self._lock:
-            for rank in ranks:
-                if self.deaths.get(rank) is before.get(rank):
-                    self.deaths.pop(rank, None)
-                    self.router.closed.discard(rank)
+            self._admit_locked(ranks, before)
+
+    def _admit_locked(self, ranks: Iterable[int], before: Mapping[int, Ending]) -> None:
+        for rank in ranks:
+            if self.deaths.get(rank) is before.get(rank):
+                self.deaths.pop(rank, None)
+                self.router.closed.discard(rank)
 
     def undo_start(self, rank: int, before: EngineLink | None) -> None:
         """Let go of an engine that did not come up and was killed; ``before`` is the dead one that had its number."""

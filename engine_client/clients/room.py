@@ -68,13 +68,17 @@ class Room:
         waiter = partial(news.put, None)
         try:
             self._waiters.add(waiter)
-            while not self.is_free(link):
-                with suppress(Empty):
-                    news.get(timeout=deadline.capped(LONGEST_SLEEP))
-                if deadline.expired():
-                    raise self.timeout_error(link, deadline)
+            self._sleep(link, news, deadline)
         finally:
             self._waiters.discard(waiter)  # one C call, so that no interrupt comes before it
+
+    def _sleep(self, link: EngineLink, news: SimpleQueue[None], deadline: Deadline) -> None:
+        """Sleep until there is room; see ``Channel._drain_locked`` for why the loop stands apart."""
+        while not self.is_free(link):
+            with suppress(Empty):
+                news.get(timeout=deadline.capped(LONGEST_SLEEP))
+            if deadline.expired():
+                raise self.timeout_error(link, deadline)
 
     @staticmethod
     def timeout_error(link: EngineLink, deadline: Deadline) -> TimeoutError:

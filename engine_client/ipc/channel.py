@@ -236,16 +236,24 @@ class Channel:
             return False
         self._flushing = True
         try:
-            while self._backlog:
-                if not self._write_locked(self._backlog[0]):
-                    return False
-            return True
+            return self._drain_locked()
         finally:
             try:
                 if new is not None:
                     self._own_locked(new)
             finally:
                 self._flushing = False
+
+    def _drain_locked(self) -> bool:
+        """Write until the pipe is full or nothing is left; return which.  Requires ``_lock``.
+
+        A function of its own: what a signal handler raises where a loop begins anew passes the ``finally`` around that
+        loop by, in Python 3.12 and 3.13.
+        """
+        while self._backlog:
+            if not self._write_locked(self._backlog[0]):
+                return False
+        return True
 
     def _write_locked(self, outgoing: Outgoing) -> bool:
         """Make one write of the first frame; return False when the pipe is full.  Requires ``_lock``."""

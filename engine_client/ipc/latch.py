@@ -56,11 +56,15 @@ class Latch:
         deadline = Deadline(timeout)
         try:
             self._waiters.add(waiter)  # before the look, so that whoever sets it in between finds the waiter
-            while not self._is_set:
-                with suppress(Empty):
-                    waiter.get(timeout=deadline.capped(LONGEST_SLEEP))
-                if deadline.expired():
-                    break
+            self._sleep(waiter, deadline)
         finally:
             self._waiters.discard(waiter)
         return self._is_set
+
+    def _sleep(self, waiter: SimpleQueue[None], deadline: Deadline) -> None:
+        """Sleep until it is set or time is over; see ``Channel._drain_locked`` for why the loop stands apart."""
+        while not self._is_set:
+            with suppress(Empty):
+                waiter.get(timeout=deadline.capped(LONGEST_SLEEP))
+            if deadline.expired():
+                return

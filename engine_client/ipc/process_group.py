@@ -179,15 +179,21 @@ class ProcessGroup:
     def _ask(self, living: list[_Member], ask: Callable[[], None]) -> bool:
         """Ask engines to end, once; return whether that can have reached them."""
         with self._lock:
-            if all(member.asked for member in living):
+            if not self._note_asked(living):
                 return True
-            for member in living:
-                member.asked = True
         try:
             ask()
         except Exception:  # noqa: BLE001 (whatever keeps us from asking, SIGTERM comes next)
             return False
         return True
+
+    @staticmethod
+    def _note_asked(living: list[_Member]) -> bool:
+        """Note that these are asked; return whether one of them was not before."""
+        news = [member for member in living if not member.asked]
+        for member in news:
+            member.asked = True
+        return bool(news)
 
     def _kill(self, members: list[_Member]) -> None:
         """Kill what is left of some engines and wait, within a bound, until all that we killed is gone."""
@@ -204,8 +210,9 @@ class ProcessGroup:
 
     def _some(self, ranks: Iterable[int] | None) -> list[_Member]:
         with self._lock:
-            wanted = self._members if ranks is None else set(ranks)
-            return [member for rank, member in self._members.items() if rank in wanted]
+            members = list(self._members.items())
+        wanted = None if ranks is None else set(ranks)
+        return [member for rank, member in members if wanted is None or rank in wanted]
 
     def _living(self, members: list[_Member]) -> list[_Member]:
         """Return those that still run, and bury those that do not."""
@@ -241,25 +248,27 @@ class ProcessGroup:
     def _bury(self, member: _Member) -> None:
         """Kill what an ended engine has left, then let go of its pid.  Idempotent, and safe to interrupt."""
         with self._lock:
-            if member.buried:
-                return
-            member.how = member.how or "ended"
-            handle = member.handle
-            # Reaped by the host: then the number is the group's own only while no process has it as its pid.
-            if not handle.is_reaped or not _is_pid_used(handle.pid):
-                _kill_group(handle.pid)
-            for pid, started in member.strays():
-                if pid not in member.recorded and (stray := find_descendant(pid, started)) is not None:
-                    member.recorded[pid] = stray
-            below = [found for found in member.recorded.values() if found.is_running()]
-            for found in below:
-                for deeper in descendants(found.pid):
-                    deeper.kill()
-                found.kill()
-            handle.reap()
-            self._swept += below
-            member.recorded.clear()
-            member.buried = True
+            if not member.buried:
+                self._bury_locked(member)
+
+    def _bury_locked(self, member: _Member) -> None:
+        member.how = member.how or "ended"
+        handle = member.handle
+        # Reaped by the host: then the number is the group's own only while no process has it as its pid.
+        if not handle.is_reaped or not _is_pid_used(handle.pid):
+            _kill_group(handle.pid)
+        for pid, started in member.strays():
+            if pid not in member.recorded and (stray := find_descendant(pid, started)) is not None:
+                member.recorded[pid] = stray
+        below = [found for found in member.recorded.values() if found.is_running()]
+        for found in below:
+            for deeper in descendants(found.pid):
+                deeper.kill()
+            found.kill()
+        handle.reap()
+        self._swept += below
+        member.recorded.clear()
+        member.buried = True
 
     def _is_foreign(self) -> bool:
         return os.getpid() != self._owner
