@@ -19,7 +19,8 @@ from dataclasses import asdict
 from engine_client.clients.endpoint import Endpoint, RankEnd
 from engine_client.clients.link import EngineLink
 from engine_client.ipc.arena import create_memory
-from engine_client.ipc.descriptors import FrontEndFds, close_all
+from engine_client.ipc.descriptors import close_all
+from engine_client.ipc.engine_fds import FrontEndFds
 from engine_client.ipc.group import Group
 from engine_client.ipc.user_main import describe_main
 from engine_client.messages import EngineCoreReadyResponse

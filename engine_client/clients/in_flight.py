@@ -165,7 +165,8 @@ class InFlight:
             return self._ranks_locked(map(self._keys.get, filter(_is_text, request_ids)))
 
     def _ranks_locked(self, keys: Iterable[int | None]) -> dict[int, int]:
-        return {key: self._ranks[key] for key in keys if key is not None and key in self._ids}
+        # An interrupt may have left a key half forgotten.
+        return {key: rank for key in keys if key is not None and (rank := self._ranks.get(key)) is not None}
 
     def mine(self, owner: Hashable = None) -> dict[int, int]:
         """Return the ranks, by key, of the requests that an owner, by default the calling thread, has added."""
@@ -174,7 +175,7 @@ class InFlight:
             return self._owned_locked(threading.get_ident() if owner is None else owner)
 
     def _owned_locked(self, owner: Hashable) -> dict[int, int]:
-        return {key: self._ranks[key] for key, its_owner in self._owners.items() if its_owner == owner}
+        return self._ranks_locked([key for key, its_owner in self._owners.items() if its_owner == owner])
 
     def arrived(self, keys: Iterable[int]) -> None:
         """Note that the last outputs of these requests are here, so that their ranks have nothing to do for them."""

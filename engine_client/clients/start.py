@@ -29,7 +29,7 @@ from engine_client.deadline import Deadline
 from engine_client.errors import HandshakeTimeout, RemoteProtocolError, StartupError
 from engine_client.ipc.arena import ArenaReader, ArenaWriter, create_memory
 from engine_client.ipc.channel import Channel
-from engine_client.ipc.descriptors import EngineFds, GroupFds
+from engine_client.ipc.engine_fds import EngineFds, GroupFds
 from engine_client.ipc.exits import exit_name
 from engine_client.ipc.launcher import launch
 from engine_client.ipc.processes import memory_hint

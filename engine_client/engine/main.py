@@ -32,7 +32,7 @@ from engine_client.errors import RemoteProtocolError
 from engine_client.interfaces import EngineContext, EngineCore
 from engine_client.ipc.arena import ArenaReader, ArenaWriter
 from engine_client.ipc.channel import Channel
-from engine_client.ipc.descriptors import EngineFds
+from engine_client.ipc.engine_fds import EngineFds
 from engine_client.ipc.group_page import GroupMember
 from engine_client.ipc.status_page import EngineState, StatusWriter
 from engine_client.ipc.user_main import decoding, ensure_main, importable

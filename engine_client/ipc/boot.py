@@ -16,7 +16,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from engine_client.ipc.descriptors import EngineFds
+from engine_client.ipc.engine_fds import EngineFds
 
 __all__ = ["begin", "main", "resolve", "secure_signals", "secure_std_fds"]
 

@@ -9,7 +9,8 @@ import os
 from collections.abc import Iterable
 from contextlib import ExitStack
 
-from engine_client.ipc.descriptors import GroupFds, above_stdio, close_all
+from engine_client.ipc.descriptors import above_stdio, close_all
+from engine_client.ipc.engine_fds import GroupFds
 from engine_client.ipc.group_page import GroupPage, create_group
 
 __all__ = ["Group"]

@@ -27,7 +27,8 @@ from contextlib import suppress
 from typing import Final
 
 from engine_client.ipc.arena_memory import create_memory, reserve
-from engine_client.ipc.descriptors import GroupFds, above_stdio, close_all
+from engine_client.ipc.descriptors import above_stdio, close_all
+from engine_client.ipc.engine_fds import GroupFds
 
 __all__ = ["MOST_RANKS", "GroupMember", "GroupPage", "create_group"]
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import engine_client
 from engine_client.errors import StartupError
-from engine_client.ipc.descriptors import EngineFds
+from engine_client.ipc.engine_fds import EngineFds
 from engine_client.ipc.handle import ChildHandle, has_pidfd
 
 if TYPE_CHECKING:

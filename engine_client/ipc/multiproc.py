@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, Final
 from engine_client.errors import StartupError
 from engine_client.ipc import boot
 from engine_client.ipc.aside import signals_blocked
-from engine_client.ipc.descriptors import EngineFds, above_stdio, close_all
+from engine_client.ipc.descriptors import above_stdio, close_all
+from engine_client.ipc.engine_fds import EngineFds
 from engine_client.ipc.handle import ChildHandle, has_pidfd
 
 if TYPE_CHECKING:

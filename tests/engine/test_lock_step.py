@@ -13,7 +13,7 @@ import pytest
 from engine_client.config import EngineConfig
 from engine_client.engine.lock_step import Alone, LockStep
 from engine_client.interfaces import EngineContext
-from engine_client.ipc.descriptors import GroupFds
+from engine_client.ipc.engine_fds import GroupFds
 from engine_client.ipc.group_page import GroupMember, create_group
 from engine_client.messages import FinishReason
 from engine_client.protocol.framing import Kind

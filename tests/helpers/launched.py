@@ -23,7 +23,7 @@ from typing import Any
 
 from engine_client.engine import lifeline
 from engine_client.engine.lifeline import Lifeline
-from engine_client.ipc.descriptors import EngineFds
+from engine_client.ipc.engine_fds import EngineFds
 from engine_client.ipc.handle import ChildHandle
 from engine_client.ipc.launcher import launch
 

@@ -15,7 +15,7 @@ from typing import Any
 from engine_client.config import ClientOptions, EngineConfig
 from engine_client.ipc.arena import ArenaWriter, create_memory
 from engine_client.ipc.channel import Channel
-from engine_client.ipc.descriptors import EngineFds, GroupFds
+from engine_client.ipc.engine_fds import EngineFds, GroupFds
 from engine_client.ipc.group_page import GroupMember, GroupPage, create_group
 from engine_client.ipc.launcher import launch
 from engine_client.ipc.process_group import ProcessGroup

@@ -991,7 +991,7 @@ def test_another_thread_gets_its_turn_during_a_large_copy(arena):
 def test_the_reader_is_exported_beside_the_writer():
     """Both sides, and what makes their memory, are had from one module."""
     assert arena_module.ArenaReader is ArenaReader
-    assert set(arena_module.__all__) == {"ArenaReader", "ArenaWriter", "create_memory"}
+    assert set(arena_module.__all__) == {"MAX_PARTIES", "ArenaReader", "ArenaWriter", "create_memory"}
 
 
 # -- interrupts --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import os
 import pytest
 
 from engine_client.ipc import group_page
-from engine_client.ipc.descriptors import GroupFds
+from engine_client.ipc.engine_fds import GroupFds
 from engine_client.ipc.group_page import MOST_RANKS, GroupMember, GroupPage, create_group
 
 

@@ -18,7 +18,7 @@ import pytest
 import engine_client
 from engine_client.errors import StartupError
 from engine_client.ipc import launcher
-from engine_client.ipc.descriptors import EngineFds, FrontEndFds, GroupFds
+from engine_client.ipc.engine_fds import EngineFds
 from engine_client.ipc.launcher import interpreter_flags, launch
 from helpers.launched import PATH, Child, Ends, start, started
 from helpers.procs import run_script
@@ -441,18 +441,6 @@ class TestFailure:
         monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
         with pytest.raises(StartupError, match="__main__"):
             launch("exec", name="x", fds=ends.fds)
-
-
-def test_arguments():
-    """Descriptors travel as arguments and come back the same."""
-    for fds in (
-        EngineFds(3, 4, 5, 6, 7, 8),
-        EngineFds(3, 4, 5, 6, 7, 8, GroupFds(9, 10, 11)),
-        EngineFds(3, 4, 5, 6, 7, 8, GroupFds(9, 10, 11), (FrontEndFds(12, 13, 14), FrontEndFds(15, 16, 17))),
-    ):
-        assert EngineFds.from_args([*fds.to_args(), "/path"]) == (fds, ["/path"])
-        assert fds.replaced(number + 100 for number in fds).replaced(fds) == fds
-        assert list(fds) == list(range(3, 3 + len(list(fds))))
 
 
 def test_a_hundred_starts_with_warnings_as_errors():
