@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any
@@ -43,9 +44,15 @@ def give_up(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         client.call_utility("echo", 1)
 
 
+def fail_step(client: Any, _: pytest.MonkeyPatch) -> None:
+    """Have the engines raise in a step; of several, one may be dead before the last has answered."""
+    with suppress(EngineDeadError):
+        client.call_utility("fail_step", Crash("marker"))
+
+
 WAYS: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], Any], type[Exception], str]] = {
     "sigkill": (lambda client, _: os.kill(pid_of(client), signal.SIGKILL), EngineDeadError, "SIGKILL"),
-    "dead message": (lambda client, _: client.call_utility("fail_step", Crash("marker")), EngineDeadError, "marker"),
+    "dead message": (fail_step, EngineDeadError, "marker"),
     "shutdown": (lambda client, _: Waiter(client.shutdown, again=False), EngineDeadError, ""),
     "shutdown at once": (lambda client, _: Waiter(partial(client.shutdown, 0), again=False), EngineDeadError, ""),
     "sigterm": (lambda client, _: os.kill(pid_of(client), signal.SIGTERM), EngineDeadError, ""),
