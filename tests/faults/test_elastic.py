@@ -87,7 +87,7 @@ def check_size(client: Any, size: int) -> None:
     assert sorted(session_of(client).links) == list(range(size))
     assert client.vllm_config.parallel_config.data_parallel_size == size
     assert len(client.engine_status()) == size
-    assert {key.pid for key in descendants()} == set(pids_of(client))
+    eventually(lambda: {key.pid for key in descendants()} == set(pids_of(client)))
 
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(10, marks=[pytest.mark.stress, pytest.mark.slow])])
