@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from queue import Empty
 
-from engine_client.ipc.latch import Latch
+from engine_client.ipc.latch import LONGEST_SLEEP, Latch
 from helpers.interrupts import interrupt_everywhere
 from helpers.timing import DEADLOCK
 
@@ -64,3 +65,25 @@ def test_an_interrupted_wait_holds_nobody_up() -> None:
         latch = Latch()
 
     assert interrupt_everywhere(lambda: latch.wait(0.001), check, prepare) >= 3
+
+
+def test_a_wait_without_a_limit_looks_around(monkeypatch):
+    """A signal that came just before the system call is noticed: no single sleep is without an end."""
+    sleeps = []
+    latch = Latch()
+
+    class Deaf:
+        """A queue whose ``get`` hears of nothing, as one that began to block right after a signal had come."""
+
+        def get(self, timeout):
+            sleeps.append(timeout)
+            if len(sleeps) == 3:
+                latch.set()
+            raise Empty
+
+        def put(self, item):
+            """Wake nobody."""
+
+    monkeypatch.setattr("engine_client.ipc.latch.SimpleQueue", Deaf)
+    assert latch.wait()
+    assert sleeps == [LONGEST_SLEEP] * 3
