@@ -100,7 +100,8 @@ class AsyncMPClient(AsyncUtilities, MPClient):
         key = session.in_flight.new_key() if key is None else key
         frame = session.encode(key, request, prompt)
         session.look_around()
-        await self._mailboxes.take_turns()
+        if queue is None:  # a stream does when it waits for its first output
+            await self._mailboxes.take_turns()
         while True:
             link = session.choose(request)
             await self._wait_for_room(link, Deadline(None))

@@ -112,6 +112,8 @@ class InFlight:
         self._ranks: dict[int, int] = {}
         self._of_rank: dict[int, set[int]] = {}
         self._finished: set[int] = set()  # their last outputs are out, or on their way out; removed by the next call
+        # -- not guarded: the reader counts, whoever takes an end begins anew, and a count too few is harmless --
+        self._unnoticed: dict[int, int] = {}  # requests by rank that ended since anybody last took an end
 
     def __len__(self) -> int:
         self._settle()
@@ -179,8 +181,12 @@ class InFlight:
 
     def arrived(self, keys: Iterable[int]) -> None:
         """Note that the last outputs of these requests are here, so that their ranks have nothing to do for them."""
+        unnoticed = self._unnoticed
         for key in keys:
-            self._of_rank.get(self._ranks.get(key, 0), set()).discard(key)
+            rank = self._ranks.get(key)
+            if rank is not None:
+                self._of_rank.get(rank, set()).discard(key)
+                unnoticed[rank] = unnoticed.get(rank, 0) + 1
 
     def of_rank(self, rank: int) -> list[int]:
         """Return the keys of the requests that a rank has not finished."""
@@ -198,6 +204,14 @@ class InFlight:
         self._settle()
         return len(self._of_rank.get(rank, ()))
 
+    def load(self, rank: int) -> int:
+        """Return how many requests a rank had when a last output was last taken, or was sent since.
+
+        Requests that are sent in one go count until somebody could have noticed that they ended.  A rank that ends the
+        first of them while the last are still being sent is thus not given more of them than others.
+        """
+        return self.count(rank) + self._unnoticed.get(rank, 0)
+
     def outputs(self, columns: Columns) -> EngineCoreOutputs:
         """Turn a batch into outputs of the requests still in flight, and forget those that it finishes.
 
@@ -206,6 +220,7 @@ class InFlight:
         self._settle()
         outputs, finished = outputs_from(columns, self._ids)
         if finished:
+            self._unnoticed = {}
             self._finished.update(finished)
         return outputs
 

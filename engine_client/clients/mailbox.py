@@ -142,9 +142,13 @@ class Mailboxes:
             timer.cancel()
 
     async def take_turns(self) -> None:
-        """Let other tasks of the running loop go on, if they had to wait for some milliseconds."""
+        """Let other tasks of the running loop go on, if they had to wait for some milliseconds.
+
+        One of many tasks that wait for their turn does so for all: they are among the others.
+        """
         box = self._box(asyncio.get_running_loop())
         if time.monotonic() - box.turned_at > _TURN:
+            box.turned_at = time.monotonic()
             await asyncio.sleep(0)
             box.turned_at = time.monotonic()
 

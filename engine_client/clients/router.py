@@ -94,7 +94,7 @@ class Router:
         if len(links) <= 1:
             return links[0] if links else None
         now = time.monotonic()
-        loads = {link.rank: Load(*link.status.counts(), self._in_flight.count(link.rank)) for link in links}
+        loads = {link.rank: Load(*link.status.counts(), self._in_flight.load(link.rank)) for link in links}
         others = self._others
         in_burst = now - self._sent_at < _BURST
         if not in_burst or now - self._looked_at >= _BURST or others.keys() != loads.keys():

@@ -189,3 +189,21 @@ def test_owners_other_than_threads_know_their_requests() -> None:
     assert table.mine() == {other: 0}
     table.discard(key)
     assert table.mine(loop) == {}
+
+
+def test_an_end_weighs_until_somebody_could_have_noticed_it() -> None:
+    """What a rank was sent in one go counts as its load, ended or not, until anybody takes a last output."""
+    table = InFlight()
+    keys = {name: table.add(name, rank=rank) for name, rank in (("a", 0), ("b", 1), ("c", 1), ("d", 1))}
+    batch = columns(
+        keys,
+        EngineCoreOutput("b", [1], finish_reason=FinishReason.STOP),
+        EngineCoreOutput("c", [1], finish_reason=FinishReason.STOP),
+    )
+    table.arrived([keys["b"], keys["c"], 999])
+    assert [table.count(1), table.load(1)] == [1, 3]
+    assert [table.load(rank) for rank in (0, 2)] == [1, 0]
+    table.outputs(columns(keys, EngineCoreOutput("a", [1])))
+    assert table.load(1) == 3
+    table.outputs(batch)
+    assert [table.load(rank) for rank in range(3)] == [1, 1, 0]

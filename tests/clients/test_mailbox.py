@@ -171,3 +171,22 @@ def test_a_consumer_lets_others_take_turns() -> None:
 
     boxes = Mailboxes()
     run(main())
+
+
+def test_one_of_many_takes_the_turn_of_all() -> None:
+    """Tasks that follow one that waits for its turn go on at once: they are what it waits for."""
+
+    async def task(number: int, order: list[int]) -> None:
+        await boxes.take_turns()
+        order.append(number)
+
+    async def main() -> None:
+        order: list[int] = []
+        boxes.current()
+        tasks = [asyncio.ensure_future(task(number, order)) for number in range(4)]
+        time.sleep(0.01)  # noqa: ASYNC251
+        await asyncio.gather(*tasks)
+        assert order == [1, 2, 3, 0]
+
+    boxes = Mailboxes()
+    run(main())
