@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from helpers.procs import ScriptResult, run_script
 
-__all__ = ["ENVIRONMENT", "PRELUDE", "model_folder", "run_vllm", "told"]
+__all__ = ["ASYNC", "ENVIRONMENT", "PRELUDE", "model_folder", "run_vllm", "told"]
 
 _CONFIG: Final = {
     "architectures": ["LlamaForCausalLM"],
@@ -59,6 +59,31 @@ def generate(llm, **values):
     return [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, params(**values), use_tqdm=False)]
 """
 """What the scripts have in common.  vLLM is not imported yet."""
+
+ASYNC: Final = """
+import asyncio
+
+async def one(llm, number, max_tokens=12, seen=None):
+    async for output in llm.generate(PROMPTS[number], params(max_tokens), request_id=f"{number}-{time.monotonic_ns()}"):
+        if seen is not None:
+            seen.append(output)
+    return output.outputs[0].finish_reason, list(output.outputs[0].token_ids)
+
+async def advance(seen):
+    count, deadline = len(seen), time.monotonic() + 60
+    while len(seen) == count and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    return len(seen) > count
+
+def run(main, **settings):
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**SETTINGS, **settings))
+    asyncio.run(main(llm))
+    llm.shutdown()
+    del llm  # its finalizer does not bear the interpreter's end
+"""
+"""What scripts with ``AsyncLLM`` have in common: a request whose outputs are seen, and the run of ``main(llm)``."""
 
 
 def model_folder(where: Path) -> Path:
