@@ -32,7 +32,7 @@ from typing import Final
 from engine_client.errors import RemoteProtocolError
 from engine_client.interfaces import Buffer
 from engine_client.ipc.arena import ArenaReader, ArenaWriter
-from engine_client.ipc.outgoing import Outgoing
+from engine_client.ipc.outgoing import Backlog, Outgoing
 from engine_client.protocol.framing import FrameReader, Kind, RawFrame, Segment, pack_prefix
 from engine_client.protocol.wire import Frame
 
@@ -96,7 +96,8 @@ class Channel:
         # -- guarded by _lock --
         self._lock = threading.RLock()
         self._flushing = False
-        self._backlog: deque[Outgoing] = deque()
+        self._is_full = False  # the pipe, when something was written last, and somebody knows
+        self._backlog = Backlog()
         self._broken: BaseException | None = None
 
     def __repr__(self) -> str:
@@ -116,12 +117,12 @@ class Channel:
     @property
     def backlog(self) -> int:
         """Return how many bytes wait to be written."""
-        return sum(frame.size - sum(frame.written) for frame in list(self._backlog))
+        return self._backlog.nbytes
 
     @property
     def wants_write(self) -> bool:
         """Tell whether ``flush`` has anything to write."""
-        return bool(self._backlog)
+        return len(self._backlog) > 0
 
     def send(self, frame: Frame) -> bool:
         """Send a frame: write what fits now and keep the rest for ``flush``.
@@ -129,7 +130,8 @@ class Channel:
         The frame's buffers may be changed as soon as this returns.
 
         Returns:
-            Whether everything was written; if not, somebody must ``flush`` when the descriptor is writable.
+            Whether all is done: it is written, or waits behind frames for which this was False already.  If not,
+            somebody must ``flush`` when the descriptor is writable.
 
         Raises:
             BrokenPipeError: the other side is gone, or the channel is closed; nothing will be sent any more.
@@ -153,8 +155,10 @@ class Channel:
             self._prepare(outgoing, frame)
             with self._lock:
                 self._check_locked()
-                outgoing.is_queued = True
                 self._backlog.append(outgoing)  # from here on the frame goes out whole, whatever interrupts this thread
+                if self._is_full:
+                    self._backlog.own(outgoing)
+                    return True
                 return self._flush_locked(outgoing)
         except BaseException:
             if not outgoing.is_queued:
@@ -170,20 +174,6 @@ class Channel:
         prefix = pack_prefix(frame.kind, frame.flags, frame.ref, len(header), segments)
         parts: list[Buffer] = [prefix + header] if len(header) < _JOIN_BELOW else [prefix, header]
         outgoing.fill(parts + inline if inline else parts)
-
-    def _own_locked(self, outgoing: Outgoing) -> None:
-        """Copy what is left of a frame that is wherever in the backlog.  Requires ``_lock``, and that no one pops."""
-        for index, waiting in enumerate(list(self._backlog)):
-            if waiting is outgoing:
-                try:
-                    self._backlog[index] = outgoing.owned()
-                except MemoryError:
-                    if outgoing.written:
-                        return  # better to refer to the caller's memory than to break the stream in mid-frame
-                    del self._backlog[index]
-                    outgoing.is_queued = False
-                    raise
-                return
 
     def _place(self, frame: Frame, segments: list[Segment]) -> list[Buffer]:
         """Copy big buffers into shared memory; fill ``segments``, return those that stay in the pipe."""
@@ -219,6 +209,7 @@ class Channel:
         """
         with self._lock:
             self._check_locked()
+            self._is_full = False
             return self._flush_locked()
 
     def _check_locked(self) -> None:
@@ -232,15 +223,15 @@ class Channel:
         """Write until the pipe is full or nothing is left; copy what then is left of ``new``.  Requires ``_lock``."""
         if self._flushing:  # re-entered on this thread: the outer call goes on with the backlog
             if new is not None:
-                self._own_locked(new)
+                self._backlog.own(new)
             return False
         self._flushing = True
         try:
             return self._drain_locked()
         finally:
             try:
-                if new is not None:
-                    self._own_locked(new)
+                if new is not None and self._backlog:
+                    self._backlog.own(new)
             finally:
                 self._flushing = False
 
@@ -251,26 +242,28 @@ class Channel:
         loop by, in Python 3.12 and 3.13.
         """
         while self._backlog:
-            if not self._write_locked(self._backlog[0]):
+            if len(self._backlog) > 1:
+                with suppress(MemoryError):  # then one by one
+                    self._backlog.merge()
+            if not self._write_locked(self._backlog.first):
                 return False
         return True
 
     def _write_locked(self, outgoing: Outgoing) -> bool:
         """Make one write of the first frame; return False when the pipe is full.  Requires ``_lock``."""
         parts = outgoing.remaining()
-        if parts:
-            try:
-                # One C call makes the system call and keeps its count: a signal cannot come between the two.
-                sent = map(self._socket.sendmsg, (parts[:_MOST_VECTORS],), ((),), (_NO_SIGNAL,))
-                outgoing.written.extend(sent)
-            except BlockingIOError:
-                return False
-            except OSError as error:
-                self._broken = error
-                self._backlog.clear()
-                raise BrokenPipeError(f"{self.name}: {error}") from error
-        if self._backlog and sum(outgoing.written) >= outgoing.size:
-            self._backlog.popleft()
+        try:
+            # One C call makes the system call and keeps its count: a signal cannot come between the two.
+            sent = map(self._socket.sendmsg, (parts[:_MOST_VECTORS],), ((),), (_NO_SIGNAL,))
+            outgoing.written.extend(sent)
+        except BlockingIOError:
+            self._is_full = True
+            return False
+        except OSError as error:
+            self._broken = error
+            self._backlog.clear()
+            raise BrokenPipeError(f"{self.name}: {error}") from error
+        self._backlog.wrote(outgoing.written[-1])
         return True
 
     def receive(self) -> list[Frame]:

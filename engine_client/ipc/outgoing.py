@@ -1,14 +1,20 @@
-"""A frame on its way out of a channel.
+"""Frames on their way out of a channel: one that is being written, and those that wait behind it.
 
-Threads: as the channel that owns it says.
+Threads: as the channel that owns them says.  Signals: a handler may append between any two lines, and an interrupt may
+come there; what that leaves is a count of waiting bytes that is too high until nothing waits, and nothing else.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 from engine_client.interfaces import Buffer
 from engine_client.protocol.framing import Segment
 
-__all__ = ["Outgoing"]
+__all__ = ["Backlog", "Outgoing"]
+
+_MERGED: Final = 64 * 1024
+"""Bytes up to which waiting frames are joined, so that one system call writes them all."""
 
 
 class Outgoing:
@@ -26,14 +32,19 @@ class Outgoing:
     def fill(self, parts: list[Buffer]) -> Outgoing:
         """Take the parts."""
         self.parts = parts
-        self.size = sum(len(part) for part in parts)
+        self.size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
         return self
+
+    @property
+    def left(self) -> int:
+        """Return how many bytes are not written yet."""
+        return self.size - sum(self.written)
 
     def remaining(self) -> list[Buffer]:
         """Return the parts that are not written yet, the first one cut to what is left of it."""
-        done = sum(self.written)
-        if not done:
+        if not self.written:
             return self.parts
+        done = sum(self.written)
         for index, part in enumerate(self.parts):
             if done < len(part):
                 return [memoryview(part)[done:], *self.parts[index + 1 :]]
@@ -43,3 +54,74 @@ class Outgoing:
     def owned(self) -> Outgoing:
         """Return what is left as a copy, so that nobody else's memory is referred to."""
         return Outgoing().fill([bytes(part) for part in self.remaining()])
+
+
+class Backlog:
+    """The frames of a channel that are not written to their end, in order."""
+
+    __slots__ = ("_frames", "nbytes")
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._frames: list[Outgoing] = []
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def __repr__(self) -> str:
+        return f"<Backlog {len(self)} frames, {self.nbytes} bytes>"
+
+    @property
+    def first(self) -> Outgoing:
+        """Return the frame that is written next."""
+        return self._frames[0]
+
+    def append(self, outgoing: Outgoing) -> None:
+        """Append a frame."""
+        self.nbytes += outgoing.size
+        outgoing.is_queued = True
+        self._frames.append(outgoing)
+
+    def wrote(self, count: int) -> None:
+        """Note that so many bytes of the first frame were written; forget it if it is complete."""
+        self.nbytes -= count
+        if self._frames and self._frames[0].left <= 0:
+            del self._frames[0]
+        if not self._frames:
+            self.nbytes = 0
+
+    def own(self, outgoing: Outgoing) -> None:
+        """Keep a copy of what is left of a frame, wherever it waits.
+
+        Raises:
+            MemoryError: there is none; the frame waits no longer, unless some of it is written.
+        """
+        for index in range(len(self._frames) - 1, -1, -1):
+            if self._frames[index] is outgoing:
+                try:
+                    self._frames[index] = outgoing.owned()
+                except MemoryError:
+                    if outgoing.written:
+                        return  # better to refer to the caller's memory than to break the stream in mid-frame
+                    del self._frames[index]
+                    outgoing.is_queued = False
+                    raise
+                return
+
+    def merge(self) -> None:
+        """Join the first frames if they are small."""
+        parts: list[Buffer] = []
+        size = merged = 0
+        for waiting in self._frames:
+            size += waiting.left
+            if size > _MERGED:
+                break
+            parts += waiting.remaining()
+            merged += 1
+        if merged > 1:
+            self._frames[:merged] = [Outgoing().fill([b"".join(parts)])]  # one C call: all of it, or nothing
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._frames.clear()
+        self.nbytes = 0
