@@ -112,7 +112,8 @@ def run_vllm(
         options: for ``run_script``.
     """
     start = "from engine_client.integrations.vllm import install\ninstall()\n" if install else ""
-    environment = {**ENVIRONMENT, **options.pop("env", {})}
+    # What vLLM knows of models from other runs, such as one with pyzmq, must not help this session.
+    environment = {**ENVIRONMENT, "VLLM_CACHE_ROOT": str(folder.parent / "vllm-cache"), **options.pop("env", {})}
     script = folder / "script.py"
     script.write_text(PRELUDE + start + source, encoding="utf-8")
     return run_script(script, str(model or model_folder(folder)), flags=(), timeout=timeout, env=environment, **options)

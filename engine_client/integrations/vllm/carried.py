@@ -3,7 +3,7 @@
 Decoding a ``VllmConfig`` imports vLLM, which imports zmq.  A pickle is decoded from front to back, so the carrier puts
 something in front of the configuration that provides the stub::
 
-    pickle:  _arrive( _Prelude → provide()  ,  VllmConfig → import vllm → import zmq )
+    pickle:  _arrive( _Prelude → provide_everywhere()  ,  VllmConfig → import vllm → import zmq )
                         first                    then
 
 Threads: plain data.
@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_client.integrations.vllm.zmq_stub import provide
+from engine_client.integrations.vllm.subprocesses import provide_everywhere
 
 __all__ = ["CarriedConfig"]
 
 
 class _Prelude:
-    """Decodes to the result of ``provide()``."""
+    """Decodes to the result of ``provide_everywhere()``."""
 
     def __reduce__(self) -> Any:
-        return provide, ()
+        return provide_everywhere, ()
 
 
 class CarriedConfig:

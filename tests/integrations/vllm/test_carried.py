@@ -28,6 +28,6 @@ def test_the_stub_comes_first():
     """In the pickle, what provides the stub is called before the first name of the configuration is looked up."""
     opcodes = list(pickletools.genops(pickle.dumps(CarriedConfig(Config()))))
     texts = [(index, argument) for index, (_, argument, _) in enumerate(opcodes) if isinstance(argument, str)]
-    provided = next(index for index, text in texts if text == "provide")
+    provided = next(index for index, text in texts if text == "provide_everywhere")
     called = next(i for i, (code, *_) in enumerate(opcodes) if i > provided and code.name == "REDUCE")
     assert called < next(index for index, text in texts if text == "Config")
