@@ -28,9 +28,10 @@ FLOORS = {
     "executors": 4,
     "launch": 4,
     "testing": 5,
-    "cli": 5,
+    "bench": 5,
     "integrations": 5,
-    "__main__": 6,
+    "cli": 6,
+    "__main__": 7,
 }
 """The floor of each room; what is imported lies below."""
 
@@ -127,17 +128,32 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "leaks": {"inventory"},
         "scripted": {"faults"},
     },
+    "bench": {
+        "charts": {"results", "workloads"},
+        "growth": {"loops", "stub"},
+        "ours": {"growth", "stub"},
+        "peer_zmq": {"zmq_engine"},
+        "plot": {"charts", "machine", "results"},
+        "rounds": {"machine", "results", "sides", "workloads"},
+        "sides": {"workloads"},
+        "table": {"machine", "results", "workloads"},
+        "targets": {"results"},
+    },
     "cli": {
         "doctor": {"probe"},
         "generate": {"awaited", "output"},
-        "main": {"doctor", "generate"},
+        "main": {"bench", "doctor", "generate"},
     },
     "integrations": {
         "vllm": {"vllm.install"},
         "vllm.__main__": {"vllm.install"},
-        "vllm.carried": {"vllm.zmq_stub"},
+        "vllm.carried": {"vllm.subprocesses"},
         "vllm.clients": {"vllm.carried"},
-        "vllm.install": {"vllm.after_import", "vllm.clients", "vllm.zmq_stub"},
+        "vllm.install": {
+            *("vllm.after_import", "vllm.clients", "vllm.interrupts", "vllm.serving", "vllm.subprocesses"),
+            "vllm.version",
+        },
+        "vllm.subprocesses": {"vllm.after_import", "vllm.zmq_stub"},
     },
 }
 """Of each room (``""``: floor 0), which module may import which of its neighbours."""
@@ -158,25 +174,35 @@ THIRD_PARTY = {
     "psutil": {"ipc.processes"},
     "tblib": {"protocol.tracebacks"},
     "cloudpickle": {"protocol.codec"},
-    "numpy": {"protocol.arrays"},
-    "torch": {"protocol.arrays"},
-    "tqdm": {"cli.output"},
+    "matplotlib": {"bench.plot"},
+    "msgspec": {"bench.peer_zmq", "bench.zmq_engine"},
+    "numpy": {"bench.ours", "protocol.arrays"},
+    "torch": {"bench.ours", "bench.peer_vllm", "protocol.arrays"},
+    "tqdm": {"bench.progress", "cli.output"},
     "typing_extensions": None,
-    "vllm": {"integrations.vllm.engine", "integrations.vllm.install"},
+    "vllm": {"bench.peer_vllm", "integrations.vllm.engine", "integrations.vllm.install"},
+    "zmq": {"bench.peer_vllm", "bench.peer_zmq", "bench.zmq_engine"},
 }
 """Packages that are not of the standard library, and the only modules that may import them, inside functions (None: any
 module, for type checkers alone)."""
 
 HEAVY = {
-    "asyncio": {"cli.awaited", "clients.aio", "clients.aio_streams", "clients.mailbox"},
+    "asyncio": {
+        "bench.loops",
+        "bench.peer_zmq",
+        "cli.awaited",
+        "clients.aio",
+        "clients.aio_streams",
+        "clients.mailbox",
+    },
     "cProfile": set(),
     "ctypes": set(),
     "faulthandler": {"testing.leaks"},
     "inspect": set(),
     "multiprocessing": set(),
-    "subprocess": set(),
-    "tempfile": {"testing.leaks"},
-    "traceback": set(),
+    "subprocess": {"bench.peer_zmq", "bench.sides"},
+    "tempfile": {"bench.peer_zmq", "bench.sides", "testing.leaks"},
+    "traceback": {"bench.driver"},
 }
 """Modules of the standard library that take time or memory, and who may load them when it is itself loaded."""
 
@@ -233,10 +259,13 @@ def may_import(own: str, target: str) -> bool:
     return name == room or name in SIBLINGS.get(room, {}).get(own.partition(".")[2] or own, set())
 
 
-@pytest.mark.parametrize("module", [m for m in NAMED if room_of(m.name) in ("cli", "integrations")], ids=str)
+@pytest.mark.parametrize("module", [m for m in NAMED if room_of(m.name) in ("bench", "cli", "integrations")], ids=str)
 def test_outer_rooms_use_the_public_names(module):
     """The command line and the integrations import names from the package itself, as a user would."""
-    public = {"engine_client", *(m.name for m in MODULES if room_of(m.name) in ("executors", "interfaces", "testing"))}
+    public = {
+        "engine_client",
+        *(m.name for m in MODULES if room_of(m.name) in ("bench", "executors", "interfaces", "testing")),
+    }
     own_room = f"engine_client.{room_of(module.name)}"
     inner = [f for f in inner_imports(module) if not f.target.startswith(own_room)]
     assert [f"line {f.line}: {f.target}" for f in inner if f.target not in public] == []

@@ -1,0 +1,1 @@
+"""``engine-client bench``: this library measured beside another transport on the same work, and as the work grows."""
