@@ -1,0 +1,86 @@
+"""Ctrl-C in a call of ``LLM`` takes its requests back, so that the next call returns its own outputs and nothing else.
+
+vLLM leaves them in its output processor and in the engine: the next call would wait for them, or return them as well.
+An interrupt may come anywhere, between ``add_request`` and ``step`` too, so the outermost calls are wrapped::
+
+    LLM.generate ─▶ LLMEngine.add_request* ─▶ LLMEngine.step* ─▶ outputs
+        └───────────────── KeyboardInterrupt ──▶ take back what the output processor knows ──▶ raised again
+
+Threads: as the calls that are wrapped.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import suppress
+from types import ModuleType
+from typing import Any, Final
+
+__all__ = ["patch_llm", "patch_llm_engine"]
+
+_CALLS: Final = (
+    *("generate", "chat", "beam_search", "enqueue", "enqueue_chat", "wait_for_completion"),
+    *("encode", "embed", "classify", "reward", "score"),
+)
+"""The methods of ``LLM`` that have requests in flight."""
+
+_TRIES: Final = 3
+"""How often taking back begins anew when it is interrupted itself."""
+
+
+def patch_llm_engine(module: ModuleType) -> None:
+    """Have interrupted calls of ``LLMEngine``, which may be used by itself, take all requests back.
+
+    Args:
+        module: ``vllm.v1.engine.llm_engine``.
+    """
+    _wrap(vars(module)["LLMEngine"], ("add_request", "step"), lambda engine: engine)
+
+
+def patch_llm(module: ModuleType) -> None:
+    """Have interrupted calls of ``LLM`` take all requests back.
+
+    Args:
+        module: ``vllm.entrypoints.llm``.
+    """
+    _wrap(vars(module)["LLM"], _CALLS, lambda llm: llm.llm_engine)
+
+
+def _wrap(owner: Any, names: tuple[str, ...], engine_of: Callable[[Any], Any]) -> None:
+    for name in names:
+        method = getattr(owner, name, None)
+        if method is not None and not hasattr(method, "_takes_back"):
+            setattr(owner, name, _taking_back(method, engine_of))
+
+
+def _taking_back(method: Any, engine_of: Callable[[Any], Any]) -> Any:
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except KeyboardInterrupt:
+            _take_back(engine_of(self))
+            raise
+
+    wrapper._takes_back = True  # type: ignore[attr-defined]  # noqa: SLF001  # the mark of what is wrapped already
+    return wrapper
+
+
+def _take_back(engine: Any) -> None:
+    """Abort every request; an impatient second interrupt does not prevent that, and the first is raised anyway."""
+    for _ in range(_TRIES):
+        with suppress(KeyboardInterrupt):
+            _abort_all(engine)
+            return
+
+
+def _abort_all(engine: Any) -> None:
+    """Abort every request that the output processor knows, whatever step of adding or ending it was interrupted."""
+    processor = engine.output_processor
+    for request_id, state in processor.request_states.items():
+        names = processor.external_req_ids[state.external_req_id]
+        if request_id not in names:
+            names.append(request_id)  # abort_request wants to find it there
+    engine.abort_request([*processor.request_states, *processor.parent_requests], internal=True)
+    processor.external_req_ids.clear()
