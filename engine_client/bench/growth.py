@@ -22,7 +22,7 @@ from engine_client import (
     SamplingParams,
     SchedulerConfig,
 )
-from engine_client.bench.loops import names, timed
+from engine_client.bench.loops import names
 from engine_client.bench.stub import TOKEN, resident_bytes
 
 __all__ = ["KINDS", "StubExecutor", "exchange"]
@@ -129,7 +129,7 @@ def _resident(client: Any) -> tuple[int, int]:
 
 
 class StubExecutor(Executor):
-    """Answers with a constant token, and adds up the time that it takes itself."""
+    """Answers with a constant token, and notes how long each batch takes it."""
 
     seconds = 0.0
 
@@ -137,7 +137,7 @@ class StubExecutor(Executor):
         """Return one token for each request."""
         start = time.perf_counter()
         output = batch.sample(lambda request: TOKEN)
-        self.seconds += time.perf_counter() - start
+        self.seconds = time.perf_counter() - start
         return output
 
 
@@ -165,14 +165,14 @@ def _per_token(running: int, waiting: int, total: int) -> float:
             core.step_fn()
         assert core.counts() == (waiting, running), f"{core.counts()} instead of {(waiting, running)}"
 
-        def step() -> None:
+        seconds = []
+        for _ in range(steps):
+            start = time.perf_counter()
             outputs, _ = core.step_fn()
+            seconds.append(time.perf_counter() - start - executor.seconds)
             assert outputs is not None
             assert len(outputs[0].outputs) == running
-
-        executor.seconds = 0.0
-        seconds = timed(step, steps, warmup=0)
-        return (statistics.median(seconds) - executor.seconds / steps) / running * 1e6
+        return statistics.median(seconds) / running * 1e6
     finally:
         core.shutdown()
 

@@ -157,16 +157,23 @@ def stream(side: Any, batch: int, tokens: int, repeats: int) -> Figures:
         client.shutdown()
 
 
-def batch(side: Any, batches: list[int], total: int) -> Figures:
-    """Take the CPU time per token of each number of requests at once."""
+def batch(side: Any, batches: list[int], total: int, most: int) -> Figures:
+    """Take the CPU time per token of each number of requests at once, without that of the requests themselves.
+
+    Args:
+        total: about so many tokens for each size.
+        most: at most so many for each request.
+    """
     client = side.make_client()
     found: Figures = {}
     try:
         for size in batches:
-            tokens = max(8, total // size)
-            _stream_on(side, client, size, max(2, tokens // 10), 1)
-            for name, value in _stream_on(side, client, size, tokens, 1).items():
-                found[f"{name}/{size}"] = value
+            long = min(most, max(64, total // size))
+            short = long // 4
+            few, many = (_stream_on(side, client, size, tokens, 1) for tokens in (short, long))
+            found[f"tokens_per_s/{size}"] = many["tokens_per_s"]
+            for name in ("client_us_per_token", "engine_us_per_token"):
+                found[f"{name}/{size}"] = (many[name] * long - few[name] * short) / (long - short)
     finally:
         client.shutdown()
     return found

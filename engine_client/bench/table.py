@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from engine_client.bench.machine import one_line
 from engine_client.bench.results import NOISY, Measured, Results, unsteadiness
-from engine_client.bench.workloads import WORKLOADS, Figure, figures_of
+from engine_client.bench.workloads import WORKLOADS, figures_of
 
 __all__ = ["render", "warnings"]
 
@@ -71,18 +71,8 @@ def _rows(name: str, measured: Measured, with_peer: bool) -> list[Row]:
         ours, theirs = measured.median("ours", key), measured.median("peer", key)
         ratio = measured.ratio(key)
         peer = (_number(theirs), "-" if ratio is None else f"{ratio:.2f}") if with_peer else ()
-        rows.append((name, _title(figure, key), _number(ours), *peer))
+        rows.append((name, figure.title(key), _number(ours), *peer))
     return rows or [(name, "failed", *("-",) * (3 if with_peer else 1))]
-
-
-def _title(figure: Figure, key: str) -> str:
-    """Return for example ``p50, µs``, or ``µs at MiB 64``."""
-    if figure.name.endswith("/"):
-        return f"{figure.unit} {key.removeprefix(figure.name)}"
-    quantile = key.partition("_")[0]
-    known = {"start_ms": "start, ", "stop_ms": "stop, ", "client_mb": "client, ", "engine_mb": "engine, "}
-    known |= {"client_us_per_token": "client, ", "engine_us_per_token": "engine, "}
-    return (f"{quantile}, " if quantile in ("p50", "p99") else known.get(key, "")) + figure.unit
 
 
 def _number(value: float | None) -> str:

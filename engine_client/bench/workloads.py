@@ -24,12 +24,21 @@ class Figure:
     """One number that a workload yields, such as ``p50_us``.
 
     Args:
+        text: which of several figures of this unit it is.
+        at: of a series, what its points are.
         better: ``"lower"`` or ``"higher"``.
     """
 
     name: str
     unit: str
+    text: str = ""
+    at: str = ""
     better: str = "lower"
+
+    def title(self, name: str) -> str:
+        """Return for example ``p50, µs``, or, of the point ``us/64`` of a series, ``µs at 64 MiB``."""
+        point = name.removeprefix(self.name)
+        return f"{self.text}{self.text and ', '}{self.unit}" + (f" at {point} {self.at}" if self.at else "")
 
 
 @dataclass(frozen=True)
@@ -56,13 +65,13 @@ class Workload:
     seconds: float = 300.0
 
 
-_LATENCY: Final = (Figure("p50_us", "µs"), Figure("p99_us", "µs"))
+_LATENCY: Final = (Figure("p50_us", "µs", "p50"), Figure("p99_us", "µs", "p99"))
 _RATE: Final = (
-    Figure("tokens_per_s", "tokens/s", "higher"),
-    Figure("client_us_per_token", "µs of CPU/token"),
-    Figure("engine_us_per_token", "µs of CPU/token"),
+    Figure("tokens_per_s", "tokens/s", better="higher"),
+    Figure("client_us_per_token", "µs of CPU/token", "client"),
+    Figure("engine_us_per_token", "µs of CPU/token", "engine"),
 )
-_TENSOR: Final = (Figure("ms", "ms"), Figure("gib_per_s", "GiB/s", "higher"))
+_TENSOR: Final = (Figure("ms", "ms"), Figure("gib_per_s", "GiB/s", better="higher"))
 
 
 def _stream(batch: int, tokens: int) -> Workload:
@@ -71,7 +80,7 @@ def _stream(batch: int, tokens: int) -> Workload:
 
 
 def _tensor(mib: int, *, back: bool) -> Workload:
-    figures = _TENSOR if back else (*_TENSOR, Figure("of_memcpy", "of a memcpy", "higher"))
+    figures = _TENSOR if back else (*_TENSOR, Figure("of_memcpy", "of a memcpy's speed", better="higher"))
     parameters = {"nbytes": mib * _MIB, "back": back, "times": 40 if mib < 64 else 12}
     return Workload(f"tensor_{'both' if back else 'in'}_{mib}", "tensor", figures, parameters, {"times": 5})
 
@@ -93,7 +102,7 @@ DEFAULT: Final = (
     Workload(
         "ingest",
         "ingest",
-        (Figure("requests_per_s", "requests/s", "higher"),),
+        (Figure("requests_per_s", "requests/s", better="higher"),),
         {"count": 5000, "repeats": 3},
         {"count": 500, "repeats": 2},
     ),
@@ -101,7 +110,7 @@ DEFAULT: Final = (
     Workload(
         "allocated",
         "allocated",
-        (Figure("us/", "µs at MiB"),),
+        (Figure("us/", "µs", at="MiB"),),
         {"mib": [1, 2, 4, 8, 16, 32, 64], "times": 100},
         {"mib": [1, 2], "times": 5},
         peer=False,
@@ -117,7 +126,7 @@ DEFAULT: Final = (
     Workload(
         "start_stop",
         "start_stop",
-        (Figure("start_ms", "ms"), Figure("stop_ms", "ms")),
+        (Figure("start_ms", "ms", "start"), Figure("stop_ms", "ms", "stop")),
         {"times": 5},
         {"times": 1},
     ),
@@ -131,23 +140,26 @@ GROWTH: Final = (
         "batch",
         "batch",
         (
-            Figure("client_us_per_token/", "µs of CPU/token at batch"),
-            Figure("engine_us_per_token/", "µs of CPU/token at batch"),
+            Figure("client_us_per_token/", "µs of CPU/token", "client", at="requests"),
+            Figure("engine_us_per_token/", "µs of CPU/token", "engine", at="requests"),
         ),
-        {"batches": [2**i for i in range(13)], "total": 100_000},
-        {"batches": [1, 16, 256], "total": 2000},
+        {"batches": [2**i for i in range(13)], "total": 200_000, "most": 10_000},
+        {"batches": [1, 16, 256], "total": 2000, "most": 100},
     ),
     Workload(
         "payload",
         "payload",
-        (Figure("us/", "µs at KiB"),),
+        (Figure("us/", "µs", at="KiB"),),
         {"sizes": [_KIB << i for i in range(19)], "budget": 1 << 30},
         {"sizes": [_KIB << i for i in range(0, 13, 3)], "budget": 1 << 24},
     ),
     Workload(
         "ranks",
         "ranks",
-        (Figure("tokens_per_s/", "tokens/s at ranks", "higher"), Figure("client_us_per_token/", "µs of CPU/token")),
+        (
+            Figure("tokens_per_s/", "tokens/s", at="ranks", better="higher"),
+            Figure("client_us_per_token/", "µs of CPU/token", "client", at="ranks"),
+        ),
         {"ranks": [1, 2, 4, 8, 16], "batch": 64, "tokens": 400, "repeats": 3},
         {"ranks": [1, 2], "batch": 4, "tokens": 20, "repeats": 1},
         peer=False,
@@ -155,7 +167,7 @@ GROWTH: Final = (
     Workload(
         "memory",
         "memory",
-        (Figure("client_mb", "MB more"), Figure("engine_mb", "MB more")),
+        (Figure("client_mb", "MB more", "client"), Figure("engine_mb", "MB more", "engine")),
         {"messages": 10_000_000},
         {"messages": 20_000},
         peer=False,
@@ -164,7 +176,10 @@ GROWTH: Final = (
     Workload(
         "scheduler",
         "scheduler",
-        (Figure("us_per_token/", "µs/token at running requests"), Figure("waiting_us/", "µs/token at waiting ones")),
+        (
+            Figure("us_per_token/", "µs/token", at="running"),
+            Figure("waiting_us/", "µs/token", "64 running", at="waiting"),
+        ),
         {"running": [2**i for i in range(11)], "waiting": [0, 100, 1000, 10_000, 100_000], "total": 50_000},
         {"running": [1, 16], "waiting": [0, 100], "total": 500},
         peer=False,

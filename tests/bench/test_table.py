@@ -33,8 +33,8 @@ def test_alone():
     assert shown[-4:] == [
         "| workload  | figure       | ours |",
         "|-----------|--------------|-----:|",
-        "| allocated | µs at MiB 1  |  150 |",
-        "| allocated | µs at MiB 64 |  200 |",
+        "| allocated | µs at 1 MiB  |  150 |",
+        "| allocated | µs at 64 MiB |  200 |",
     ]
 
 

@@ -47,3 +47,11 @@ def test_series_are_expanded():
     names = ["us/1", "us/2", "note"]
     assert [name for _, name in figures_of(WORKLOADS["allocated"], names)] == ["us/1", "us/2"]
     assert [name for _, name in figures_of(WORKLOADS["utility"], [])] == ["p50_us", "p99_us"]
+
+
+def test_titles():
+    """A figure is told by its unit, and by what sets it apart; a point of a series by where it stands."""
+    (figure,) = WORKLOADS["allocated"].figures
+    assert figure.title("us/64") == "µs at 64 MiB"
+    assert WORKLOADS["utility"].figures[1].title("p99_us") == "p99, µs"
+    assert WORKLOADS["scheduler"].figures[1].title("waiting_us/100") == "64 running, µs/token at 100 waiting"
