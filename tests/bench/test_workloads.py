@@ -8,6 +8,7 @@ import pytest
 
 from engine_client.bench import growth, life, loops
 from engine_client.bench.workloads import DEFAULT, GROWTH, WORKLOADS, choose, figures_of
+from helpers.tree import TESTS
 
 
 def test_reference_names_are_there():
@@ -30,6 +31,13 @@ def test_every_kind_can_be_run():
         parameters = {**workload.parameters, **workload.quick}
         assert json.loads(json.dumps(parameters)) == parameters
         assert set(parameters) <= set(function.__code__.co_varnames[: function.__code__.co_argcount])
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_workloads_are_described(name: str):
+    """The page on performance has every workload in one of its tables."""
+    page = (TESTS.parent / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert any(f"`{name}`" in line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
 
 
 def test_choice():
