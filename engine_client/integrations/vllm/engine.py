@@ -9,7 +9,7 @@ Threads: the busy loop's thread only.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -61,6 +61,24 @@ def _without_queue(vllm_config: Any, executor_class: Any) -> Any:
     return Executor.get_class(vllm_config)
 
 
+def _own(features: Iterable[Any]) -> None:
+    """Copy multimodal inputs out of shared memory, which the engine's cache of them would hold for hours.
+
+    Args:
+        features: vLLM's ``MultiModalFeatureSpec``; those without data are in that cache already.
+    """
+    for feature in features:
+        for element in (feature.data or {}).values():
+            element.data = _copied(element.data)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of tensors, nested in lists and tuples as they are."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_copied, value))
+    return value.clone() if hasattr(value, "clone") else value
+
+
 class VllmEngine:
     """Drives vLLM's engine core; an ``engine_client.interfaces.EngineCore``.
 
@@ -77,6 +95,8 @@ class VllmEngine:
 
     def preprocess_add_request(self, request: Any) -> tuple[Any, int]:
         """Return vLLM's own form of a request, and its wave."""
+        if self.core.mm_receiver_cache is not None:
+            _own(request.mm_features or ())
         prepared: tuple[Any, int] = self.core.preprocess_add_request(request)
         return prepared
 

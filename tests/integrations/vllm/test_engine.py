@@ -73,6 +73,19 @@ def test_counts_and_outputs_are_in_this_librarys_order():
     assert engine.take_outputs() == {}
 
 
+@pytest.mark.parametrize("caches", [True, False])
+def test_what_the_cache_keeps_is_copied(caches):
+    """Multimodal inputs are copied, however they are nested, if the engine caches them; what it has comes without."""
+    core = mock.Mock(mm_receiver_cache=mock.Mock() if caches else None)
+    tensors = [mock.Mock(spec=["clone"]) for _ in range(3)]
+    elements = {"a": mock.Mock(data=tensors[0]), "b": mock.Mock(data=[tensors[1], (tensors[2], 7)])}
+    request = mock.Mock(mm_features=[mock.Mock(data=elements), mock.Mock(data=None)])
+    VllmEngine(core).preprocess_add_request(request)
+    kept = [tensor.clone() if caches else tensor for tensor in tensors]
+    assert elements["a"].data is kept[0]
+    assert elements["b"].data == [kept[1], (kept[2], 7)]
+
+
 def test_the_end_is_not_held_up():
     """After the shutdown nothing is searched for garbage: the process ends next."""
     core = mock.Mock()
