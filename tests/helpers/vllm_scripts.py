@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from helpers.procs import ScriptResult, run_script
 
-__all__ = ["ASYNC", "ENVIRONMENT", "PRELUDE", "model_folder", "run_vllm", "told"]
+__all__ = ["ASYNC", "CHAT", "ENVIRONMENT", "GENERATE", "HAS_ZMQ", "PRELUDE", "model_folder", "run_vllm", "told"]
+
+HAS_ZMQ: Final = find_spec("zmq") is not None
+"""Whether pyzmq is installed; found out before a test may provide the stub."""
 
 _CONFIG: Final = {
     "architectures": ["LlamaForCausalLM"],
@@ -59,6 +63,48 @@ def generate(llm, **values):
     return [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, params(**values), use_tqdm=False)]
 """
 """What the scripts have in common.  vLLM is not imported yet."""
+
+GENERATE: Final = """
+if __name__ == "__main__":
+    from vllm import LLM
+    llm = LLM(**SETTINGS)
+    tell(tokens=generate(llm), client=type(llm.llm_engine.engine_core).__module__)
+    import zmq
+    tell(stub=zmq.__spec__.origin == "engine_client")
+"""
+"""Greedy tokens of the tiny model, and who has carried them."""
+
+CHAT: Final = """
+if __name__ == "__main__":
+    from vllm import LLM, SamplingParams
+    llm = LLM(sys.argv[1], enforce_eager=True, dtype="float32", max_model_len=1024)
+    questions = [[{"role": "user", "content": f"What is the capital of {name}?"}] for name in ("France", "Italy")]
+    outputs = llm.chat(questions, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+    tell(texts=[o.outputs[0].text for o in outputs], tokens=[list(o.outputs[0].token_ids) for o in outputs])
+    tell(client=type(llm.llm_engine.engine_core).__module__)
+"""
+"""Greedy answers of a model with a tokenizer, and who has carried them."""
+
+GENERATE: Final = """
+if __name__ == "__main__":
+    from vllm import LLM
+    llm = LLM(**SETTINGS)
+    tell(tokens=generate(llm), client=type(llm.llm_engine.engine_core).__module__)
+    import zmq
+    tell(stub=zmq.__spec__.origin == "engine_client")
+"""
+"""Greedy tokens of the tiny model, and who has carried them."""
+
+CHAT: Final = """
+if __name__ == "__main__":
+    from vllm import LLM, SamplingParams
+    llm = LLM(sys.argv[1], enforce_eager=True, dtype="float32", max_model_len=1024)
+    questions = [[{"role": "user", "content": f"What is the capital of {name}?"}] for name in ("France", "Italy")]
+    outputs = llm.chat(questions, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+    tell(texts=[o.outputs[0].text for o in outputs], tokens=[list(o.outputs[0].token_ids) for o in outputs])
+    tell(client=type(llm.llm_engine.engine_core).__module__)
+"""
+"""Greedy answers of a model with a tokenizer, and who has carried them."""
 
 ASYNC: Final = """
 import asyncio

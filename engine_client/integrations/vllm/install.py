@@ -6,6 +6,8 @@
               └▶ after import of vLLM's modules: EngineCoreClient.make_client …   our factories
                                                  EngineDeadError                  ours, so that vLLM's handlers catch it
                                                  LLM: an interrupted call         takes its requests back
+                                                 AsyncLLM: its finalizer          is silent at the interpreter's exit
+                                                 the command line                 one API server
 
 Threads: ``install`` before vLLM is used; what it puts in place is as safe as what was there.
 """
@@ -21,7 +23,10 @@ from typing import Any
 from engine_client import ClientOptions, EngineDeadError
 from engine_client.integrations.vllm.after_import import after_import
 from engine_client.integrations.vllm.clients import factories
-from engine_client.integrations.vllm.zmq_stub import provide
+from engine_client.integrations.vllm.interrupts import patch_llm, patch_llm_engine
+from engine_client.integrations.vllm.serving import patch_serve
+from engine_client.integrations.vllm.subprocesses import provide_everywhere
+from engine_client.integrations.vllm.version import check_version
 
 __all__ = ["general_plugin", "install", "run_command_line"]
 
@@ -33,11 +38,19 @@ def install(options: ClientOptions | None = None) -> None:
 
     Args:
         options: of this library; ``engine_target`` is set by this integration.
+
+    Raises:
+        NotImplementedError: the installed vLLM is of another release than the one that is tested.  An untested version
+            of that release is a ``RuntimeWarning``.
     """
-    provide()
+    check_version()
+    provide_everywhere()
     after_import("vllm.v1.engine.exceptions", _patch_errors)
     after_import("vllm.v1.engine.core_client", functools.partial(_patch_factories, options))
-    after_import("vllm.v1.engine.llm_engine", _patch_llm_engine)
+    after_import("vllm.v1.engine.llm_engine", patch_llm_engine)
+    after_import("vllm.entrypoints.llm", patch_llm)
+    after_import("vllm.v1.engine.async_llm", _patch_async_llm)
+    after_import("vllm.entrypoints.cli.serve", patch_serve)
 
 
 def general_plugin() -> None:
@@ -89,22 +102,18 @@ def _patch_factories(options: ClientOptions | None, module: Any) -> None:
     interface.make_async_mp_client = staticmethod(make_async_mp_client)
 
 
-def _patch_llm_engine(module: ModuleType) -> None:
-    """Have an interrupted call forget its requests, as its client does; vLLM would wait for their outputs for ever."""
-    engine = vars(module)["LLMEngine"]
-    for name in ("add_request", "step"):
-        method = getattr(engine, name)
-        if not hasattr(method, "__wrapped__"):
-            setattr(engine, name, _taking_back(method))
+def _patch_async_llm(module: ModuleType) -> None:
+    """Have an ``AsyncLLM`` that lives until the interpreter's exit end in silence.
 
+    vLLM's finalizer calls functions of modules that are gone by then.  The client has ended the engine before.
+    """
+    engine = vars(module)["AsyncLLM"]
+    own, is_finalizing = engine.__del__, sys.is_finalizing  # by name sys may be gone, too
 
-def _taking_back(method: Any) -> Any:
-    @functools.wraps(method)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except KeyboardInterrupt:
-            self.abort_request(list(self.output_processor.request_states), internal=True)
-            raise
+    @functools.wraps(own)
+    def finalize(self: Any) -> None:
+        if not is_finalizing():
+            own(self)
 
-    return wrapper
+    if not hasattr(own, "__wrapped__"):
+        engine.__del__ = finalize

@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 import signal
-from importlib.util import find_spec
 
 import pytest
 
-from helpers.vllm_scripts import run_vllm, told
+from helpers.vllm_scripts import CHAT, GENERATE, HAS_ZMQ, run_vllm, told
 
-GENERATE = """
-if __name__ == "__main__":
-    from vllm import LLM
-    llm = LLM(**SETTINGS)
-    tell(tokens=generate(llm), client=type(llm.llm_engine.engine_core).__module__)
-    import zmq
-    tell(stub=zmq.__spec__.origin == "engine_client")
-"""
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 @pytest.mark.slow
-def test_the_same_tokens_as_in_process(tmp_path):
+def test_the_same_tokens_as_in_process(dummy_answers, tmp_path):
     """``LLM.generate`` in an engine process gives the tokens that it gives in process, without pyzmq too."""
-    inside = told(run_vllm(tmp_path, GENERATE, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}))
-    outside = told(run_vllm(tmp_path, GENERATE))
+    inside = told(run_vllm(tmp_path, GENERATE, env=IN_PROCESS))
     assert inside["client"] == "vllm.v1.engine.core_client"
-    assert outside["client"] == "engine_client.clients.sync"
-    assert outside["tokens"] == inside["tokens"]
-    assert [len(tokens) for tokens in outside["tokens"]] == [12] * 4
-    assert outside["stub"] is (find_spec("zmq") is None)
+    assert dummy_answers["client"] == "engine_client.clients.sync"
+    assert dummy_answers["tokens"] == inside["tokens"]
+    assert [len(tokens) for tokens in inside["tokens"]] == [12] * 4
+    assert inside["stub"] is dummy_answers["stub"] is not HAS_ZMQ
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("zmq") is None, reason="pyzmq is not installed")
-def test_the_same_tokens_as_over_zmq(tmp_path):
-    """``LLM.generate`` gives the tokens that it gives with vLLM's own client."""
-    theirs = told(run_vllm(tmp_path, GENERATE, install=False, patience=20), clean=False)
-    assert theirs["client"] == "vllm.v1.engine.core_client"
-    assert told(run_vllm(tmp_path, GENERATE))["tokens"] == theirs["tokens"]
+def test_real_weights(smollm, smollm_answers, tmp_path):
+    """SmolLM2 knows the capital of France, in the same words as in process."""
+    assert "Paris" in smollm_answers["texts"][0]
+    assert smollm_answers["client"] == "engine_client.clients.sync"
+    inside = told(run_vllm(tmp_path, CHAT, model=smollm, env=IN_PROCESS))
+    assert inside == {**smollm_answers, "client": "vllm.v1.engine.core_client"}
 
 
 @pytest.mark.slow
@@ -100,48 +91,6 @@ if __name__ == "__main__":
     result.check(-signal.SIGKILL, stderr=result.stderr)
 
 
-@pytest.mark.slow
-def test_one_clear_error_for_what_needs_zmq(tmp_path):
-    """Tensor parallelism over vLLM's own executor fails at the start; without pyzmq the error names it and why."""
-    if find_spec("zmq") is not None:
-        pytest.skip("pyzmq is installed")
-    result = run_vllm(
-        tmp_path,
-        """
-if __name__ == "__main__":
-    from vllm import LLM
-    try:
-        LLM(**SETTINGS, tensor_parallel_size=2)
-    except RuntimeError as error:
-        tell(kind=type(error).__name__, error=str(error), cause=repr(error.__cause__))
-""",
-        env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-    )
-    error = told(result)
-    assert "several workers" in error["error"] + error["cause"]
-    assert "pyzmq is not installed" in error["error"] + error["cause"]
-
-
-CHAT = """
-if __name__ == "__main__":
-    from vllm import LLM, SamplingParams
-    llm = LLM(sys.argv[1], enforce_eager=True, dtype="float32", max_model_len=1024)
-    questions = [[{"role": "user", "content": f"What is the capital of {name}?"}] for name in ("France", "Italy")]
-    outputs = llm.chat(questions, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
-    tell(texts=[o.outputs[0].text for o in outputs], tokens=[list(o.outputs[0].token_ids) for o in outputs])
-"""
-
-
-@pytest.mark.slow
-def test_real_weights(smollm, tmp_path):
-    """SmolLM2 knows the capital of France, in the same words as in process, and as over ZMQ where there is pyzmq."""
-    ours = told(run_vllm(tmp_path, CHAT, model=smollm))
-    assert "Paris" in ours["texts"][0]
-    assert told(run_vllm(tmp_path, CHAT, model=smollm, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})) == ours
-    if find_spec("zmq") is not None:
-        assert told(run_vllm(tmp_path, CHAT, model=smollm, install=False, patience=20), clean=False) == ours
-
-
 EMBEDDINGS = """
 if __name__ == "__main__":
     import torch
@@ -157,38 +106,9 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_prompt_embeddings(tmp_path):
     """Prompt embeddings, larger than what the pipe carries, arrive equal: the model goes on from them as in process."""
-    inside = told(run_vllm(tmp_path, EMBEDDINGS, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}))
+    inside = told(run_vllm(tmp_path, EMBEDDINGS, env=IN_PROCESS))
     assert told(run_vllm(tmp_path, EMBEDDINGS)) == inside
     assert len(inside["tokens"]) == 12
-
-
-@pytest.mark.slow
-def test_kv_events_are_refused(tmp_path):
-    """Publishing KV events fails at the start; without pyzmq the error names it and why."""
-    if find_spec("zmq") is not None:
-        pytest.skip("pyzmq is installed")
-    result = run_vllm(
-        tmp_path,
-        """
-if __name__ == "__main__":
-    from vllm import LLM
-    try:
-        LLM(**SETTINGS, kv_events_config={"enable_kv_cache_events": True})
-    except RuntimeError as error:
-        tell(kind=type(error).__name__, error=str(error) + repr(error.__cause__))
-""",
-    )
-    error = told(result)
-    assert error["kind"] == "StartupError"
-    assert "publishing KV cache events needs ZMQ" in error["error"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("zmq") is None, reason="vLLM loads its plugins after what needs zmq")
-def test_the_plugin(tmp_path):
-    """``ENGINE_CLIENT_VLLM=1`` alone puts this library in place; without it the plugin does nothing."""
-    unchanged = told(run_vllm(tmp_path, GENERATE, install=False, env={"ENGINE_CLIENT_VLLM": "1"}))
-    assert unchanged["client"] == "engine_client.clients.sync"
 
 
 @pytest.mark.slow
@@ -217,3 +137,25 @@ if __name__ == "__main__":
     error = told(result)
     assert error["kind"] == "StartupError"
     assert "SIGKILL(-9)" in error["error"]
+
+
+@pytest.mark.slow
+def test_an_engine_that_nobody_shuts_down(tmp_path):
+    """An ``AsyncLLM`` that lives until the interpreter's exit ends in silence, and its engine with it."""
+    result = run_vllm(
+        tmp_path,
+        """
+async def first(llm):
+    async for output in llm.generate(PROMPTS[0], params(), request_id="0"):
+        pass
+    tell(length=len(output.outputs[0].token_ids))
+
+if __name__ == "__main__":
+    import asyncio
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**SETTINGS))
+    asyncio.run(first(llm))
+""",
+    )
+    assert told(result) == {"length": 12}
