@@ -5,7 +5,7 @@ Threads: pure functions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from engine_client.bench.results import Results, points
@@ -52,11 +52,11 @@ def charts(results: Results) -> list[Chart]:
         _latency(results),
         _throughput(results),
         _bandwidth(results),
-        _growth(results, "batch", "CPU time per token", "requests at once", "µs of CPU per token"),
-        _growth(results, "payload", "Latency by size of the payload", "size, KiB", "µs, median"),
-        _growth(results, "allocated", "Request built in shared memory", "size, MiB", "µs, median"),
-        _growth(results, "ranks", "Engines on one reader", "engines", "tokens per second", only="tokens_per_s/"),
-        _growth(results, "scheduler", "Cost of the scheduler", "requests", "µs per scheduled token"),
+        _growth(results, "batch", Chart("CPU time per token", "requests at once", "µs of CPU per token")),
+        _growth(results, "payload", Chart("Latency by size of the payload", "size, bytes", "µs, median"), unit=1024),
+        _growth(results, "allocated", Chart("Request built in shared memory", "size, MiB", "µs, median")),
+        _growth(results, "ranks", Chart("Engines on one reader", "engines", "tokens per second"), only="tokens_per_s/"),
+        _growth(results, "scheduler", Chart("Cost of the scheduler", "requests", "µs per scheduled token")),
     ]
     return [chart for chart in found if chart.lines]
 
@@ -106,19 +106,20 @@ def _by(results: Results, side: str, figure: str, workloads: dict[float, str]) -
     return {x: value for x, value in found.items() if value is not None}
 
 
-def _growth(results: Results, workload: str, title: str, x: str, y: str, *, only: str = "") -> Chart:
+def _growth(results: Results, workload: str, empty: Chart, *, only: str = "", unit: int = 1) -> Chart:
     lines = []
     for side, who in _sides(results):
         figures = results.figures(workload, side)
         for variant, figure in enumerate(WORKLOADS[workload].figures):
-            found = {at: value for at, value in points(figures, figure.name).items() if at > 0}
-            if found and only in ("", figure.name):
+            found = {at * unit: value for at, value in points(figures, figure.name).items() if at > 0}
+            if found and only in ("", figure.name) and (side, figure.name) != ("peer", "copy_us/"):
                 text = _NAMES.get(figure.name, "")
                 lines.append(Line(f"{who}{text and ': '}{text}", side, variant, found))
-    return Chart(title, x, y, lines)
+    return replace(empty, lines=lines)
 
 
 _NAMES: Final = {
+    "copy_us/": "plain copy, one process",
     "client_us_per_token/": "client process",
     "engine_us_per_token/": "engine process",
     "us_per_token/": "by running requests",

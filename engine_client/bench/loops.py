@@ -266,7 +266,7 @@ def tensor(side: Any, nbytes: int, back: bool, times: int) -> Figures:
 
 
 def payload(side: Any, sizes: list[int], budget: int) -> Figures:
-    """Time tensors of growing size to the engine; ``budget``: about how many bytes to send of each size."""
+    """Time tensors of growing size to the engine, and plain copies; ``budget``: about how many bytes of each size."""
     client = side.make_client()
     found: Figures = {}
     try:
@@ -274,6 +274,7 @@ def payload(side: Any, sizes: list[int], budget: int) -> Figures:
             times = max(7, min(300, budget // nbytes))
             seconds = statistics.median(_tensor_on(side, client, side.make_tensor(nbytes), times))
             found[f"us/{nbytes // 1024}"] = seconds * 1e6
+            found[f"copy_us/{nbytes // 1024}"] = memcpy_seconds(nbytes) * 1e6
     finally:
         client.shutdown()
     return found

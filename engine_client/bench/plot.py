@@ -91,10 +91,7 @@ def _draw(chart: Chart, axis: Any) -> None:
     if not chart.percentiles:
         axis.set_xscale("log", base=2)
     _scale(chart, axis)
-    ticks = chart.ticks
-    if not ticks:
-        every = sorted({x for line in chart.lines for x in line.points})
-        ticks = {x: _short(x) for x in every[:: math.ceil(len(every) / 8)]}
+    ticks = chart.ticks or _spaced(sorted({x for line in chart.lines for x in line.points}))
     axis.set_xticks([_place(x) if chart.percentiles else x for x in ticks], list(ticks.values()))
     axis.minorticks_off()
     axis.legend()
@@ -102,20 +99,30 @@ def _draw(chart: Chart, axis: Any) -> None:
 
 def _scale(chart: Chart, axis: Any) -> None:
     """Let the vertical axis begin at 0, or be logarithmic where values differ by more than a factor of 20."""
+    from matplotlib.ticker import FuncFormatter, LogLocator  # noqa: PLC0415  # as in draw
+
     values = [value for line in chart.lines for value in line.points.values()]
     if min(values) > 0 and max(values) > 20 * min(values):
-        from matplotlib.ticker import FuncFormatter, LogLocator  # noqa: PLC0415  # as in draw
-
         axis.set_yscale("log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     else:
         axis.set_ylim(bottom=0)
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1000 else f"{value:g}"))
 
 
 def _place(percentile: float) -> float:
     """Return where a percentile stands: equal steps for 90, 99, 99.9."""
     return -math.log10(1 - percentile / 100)
+
+
+def _spaced(places: list[float]) -> dict[float, str]:
+    """Return labels for some of these places, so far from each other on a logarithmic axis that they fit."""
+    gap = math.log(places[-1] / places[0]) / 9
+    found = [places[0]]
+    for place in places[1:]:
+        if math.log(place / found[-1]) >= gap:
+            found.append(place)
+    return {place: _short(place) for place in found}
 
 
 def _short(number: float) -> str:

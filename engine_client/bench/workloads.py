@@ -149,7 +149,7 @@ GROWTH: Final = (
     Workload(
         "payload",
         "payload",
-        (Figure("us/", "µs", at="KiB"),),
+        (Figure("us/", "µs", at="KiB"), Figure("copy_us/", "µs", "plain copy", at="KiB")),
         {"sizes": [_KIB << i for i in range(19)], "budget": 1 << 30},
         {"sizes": [_KIB << i for i in range(0, 13, 3)], "budget": 1 << 24},
     ),

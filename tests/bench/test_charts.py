@@ -17,7 +17,7 @@ def full_results() -> Results:
     both = {name: Measured([run], [run]) for name, run in runs.items()}
     grown = {
         "batch": {"client_us_per_token/1": 9.0, "engine_us_per_token/1": 8.0, "client_us_per_token/64": 0.1},
-        "payload": {f"us/{1 << i}": 100.0 + i for i in range(19)},
+        "payload": {f"{name}/{1 << i}": 100.0 + i for name in ("us", "copy_us") for i in range(19)},
         "allocated": {"us/1": 100.0, "us/64": 101.0},
         "ranks": {"tokens_per_s/1": 1e6, "tokens_per_s/16": 9e5, "client_us_per_token/1": 1.0},
         "scheduler": {"us_per_token/1": 5.0, "us_per_token/1024": 1.0, "waiting_us/0": 2.0, "waiting_us/100": 2.0},
@@ -50,6 +50,16 @@ def test_points_that_do_not_fit():
     found = {chart.title: chart for chart in charts(full_results())}
     assert [list(line.points) for line in found["Cost of the scheduler"].lines] == [[1, 1024], [100]]
     assert len(found["Engines on one reader"].lines) == 1
+
+
+def test_copies_are_told_apart():
+    """A plain copy is a line of its own, drawn once, and payloads stand at their size in bytes."""
+    results = full_results()
+    results.workloads["payload"].peer = results.workloads["payload"].ours
+    (chart,) = [chart for chart in charts(results) if "payload" in chart.title]
+    labels = [line.label for line in chart.lines]
+    assert labels == ["engine_client", "engine_client: plain copy, one process", "vllm"]
+    assert list(chart.lines[0].points)[::18] == [1024, 1 << 28]
 
 
 def test_what_was_not_measured_is_not_drawn():

@@ -74,8 +74,9 @@ def test_tensor(back):
 
 
 def test_payloads():
-    """Payloads of growing size yield a time for each."""
-    assert list(loops.payload(OURS, sizes=[1024, 65536], budget=1)) == ["us/1", "us/64"]
+    """Payloads of growing size yield a time for each, and that of a plain copy."""
+    figures = loops.payload(OURS, sizes=[1024, 65536], budget=1)
+    assert list(figures) == ["us/1", "copy_us/1", "us/64", "copy_us/64"]
 
 
 def test_warm_up_does_not_count():
