@@ -42,7 +42,7 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "messages": {"params"},
     },
     "protocol": {
-        "batch": {"codec", "exception_fields", "framing", "wire"},
+        "batch": {"codec", "exception_fields", "framing", "output_fields", "wire"},
         "codec": {"arrays", "exceptions", "framing"},
         "exceptions": {"exception_fields", "tracebacks"},
         "lifecycle": {"framing"},

@@ -24,12 +24,14 @@ import struct
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import MISSING, fields
 from itertools import accumulate
+from operator import attrgetter, is_not
 from typing import Any, Final, NamedTuple
 
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from engine_client.protocol.codec import dumps
 from engine_client.protocol.exception_fields import text_of
 from engine_client.protocol.framing import Flag, Kind
+from engine_client.protocol.output_fields import comparison, set_fields
 from engine_client.protocol.wire import Frame, load_frame
 
 __all__ = [
@@ -43,16 +45,14 @@ __all__ = [
     "with_values",
 ]
 
-_DEFAULTS: Final = {
-    f.name: f.default for f in fields(EngineCoreOutput) if f.name not in ("request_id", "new_token_ids")
-}
-_EXTRAS: Final = tuple(name for name in _DEFAULTS if name not in ("finish_reason", "stop_reason"))
 _META: Final = {
     f.name: None if f.default is MISSING else f.default
     for f in fields(EngineCoreOutputs)
     if f.name not in ("engine_index", "outputs", "timestamp", "utility_output")
 }
+_get_meta = attrgetter(*_META)
 _REASONS: Final = tuple(FinishReason)
+_NESTED: Final = int(Flag.NESTED)
 _LENGTH: Final = struct.Struct("<I")
 """In front of the plain part when values follow it."""
 _LONGEST_PLAIN: Final = 1024
@@ -110,13 +110,6 @@ class Rest:
         return self._values
 
 
-def _set_fields(output: Any) -> dict[str, Any]:
-    """Return what is not at its default, beside the id and the tokens, of an output of whatever class."""
-    return {
-        name: value for name, default in _DEFAULTS.items() if (value := getattr(output, name, default)) is not default
-    }
-
-
 def _is_plain(stop_reason: Any) -> bool:
     return type(stop_reason) is int or (type(stop_reason) is str and len(stop_reason) <= _LONGEST_PLAIN)
 
@@ -139,6 +132,7 @@ class _Builder:
         """Append a row for each output."""
         keys, tokens, counts = self.keys, self.tokens, self.counts
         find = self.key_of.get
+        compared, differs = EngineCoreOutput, comparison(EngineCoreOutput)
         for output in outputs:
             request_id = output.request_id
             key = find(request_id) if type(request_id) is str else None
@@ -149,8 +143,10 @@ class _Builder:
             keys.append(key)
             tokens.extend(new)
             counts.append(len(new))
-            if type(output) is not EngineCoreOutput or len(output.__dict__) > 2:
-                self._add_rest(len(keys) - 1, request_id, _set_fields(output))
+            if (kind := type(output)) is not compared:
+                compared, differs = kind, comparison(kind)
+            if len(output.__dict__) > 2 if kind is EngineCoreOutput else differs(output):
+                self._add_rest(len(keys) - 1, request_id, set_fields(output))
 
     def _stray(self, request_id: Any) -> None:
         if not isinstance(request_id, str) or request_id not in self.silent:
@@ -187,7 +183,7 @@ def encode_outputs(
     """
     builder = _Builder(keys, silent)
     builder.add(outputs.outputs)
-    meta = {name: value for name, default in _META.items() if (value := getattr(outputs, name, default)) is not default}
+    meta = _meta_of(outputs)
     if not (builder.keys or meta or builder.strays):
         return None, []
     uneven = builder.counts.count(1) != len(builder.counts)
@@ -213,13 +209,23 @@ def encode_outputs(
     return Frame(Kind.OUTPUTS, flags, len(builder.keys), header, values.buffers), builder.finished
 
 
+def _meta_of(outputs: Any) -> dict[str, Any]:
+    """Return what a batch says beside its rows; missing attributes count as defaults."""
+    try:
+        if not any(map(is_not, _get_meta(outputs), _META.values())):
+            return {}
+    except AttributeError:
+        pass
+    return {name: value for name, default in _META.items() if (value := getattr(outputs, name, default)) is not default}
+
+
 def decode_columns(frame: Frame) -> Columns:
     """Decode the plain part of an OUTPUTS frame; nothing is looked up, and no code of others runs.
 
     Raises:
         Exception: whatever decoding raised: the batch does not even tell its keys.
     """
-    if not frame.flags & Flag.NESTED:
+    if not frame.flags & _NESTED:
         return _load_plain(frame.header)[0]
     begin = _LENGTH.size
     end = begin + _LENGTH.unpack_from(frame.header)[0]
@@ -305,8 +311,8 @@ def _extras_of(extras: dict[str, dict[int, Any]], rows: list[int]) -> dict[str, 
 
 def _load_plain(header: Any) -> tuple[Columns, list[int] | None]:
     """Return the columns without values, and which rows have some."""
-    *plain, heavy = pickle.loads(header)  # noqa: S301  # the trust that the codec states
-    return Columns(*plain), heavy
+    plain = pickle.loads(header)  # noqa: S301  # the trust that the codec states
+    return Columns(*plain[:-1]), plain[-1]
 
 
 def _without_values(columns: Columns, heavy: list[int], error: BaseException) -> tuple[Columns, list[int]]:

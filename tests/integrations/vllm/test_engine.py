@@ -22,6 +22,23 @@ async def outcome(awaitable):
 def slow(worker):
     time.sleep(600)
 
+def columns():
+    import numpy
+    from engine_client.protocol import batch, output_fields
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+    rows = [EngineCoreOutput("a", [1]), EngineCoreOutput("b", [2, 3], finish_reason=FinishReason.STOP, stop_reason="x"),
+            EngineCoreOutput("c", [], routed_experts=numpy.arange(6).reshape(2, 3)),
+            EngineCoreOutput("d", [4], num_nans_in_logits=2)]
+    differs = output_fields.comparison(EngineCoreOutput)
+    frame, finished = batch.encode_outputs(EngineCoreOutputs(outputs=rows), {name: ord(name) for name in "abcd"})
+    decoded, _ = batch.with_values(batch.decode_columns(frame))
+    outputs, _ = batch.outputs_from(decoded, {ord(name): name for name in "abcd"})
+    same = [getattr(new, name) == getattr(old, name) for new, old in zip(outputs.outputs, rows, strict=True)
+            for name in EngineCoreOutput.__struct_fields__ if name != "routed_experts"]
+    experts = [output.routed_experts for output in outputs.outputs]
+    tell(differ=[differs(row) for row in rows], finished=finished, fields=[len(same), all(same)])
+    tell(experts=[None if array is None else array.tolist() for array in experts])
+
 async def streams(llm):
     together = await asyncio.gather(*[one(llm, number) for number in range(4)])
     alone = [await one(llm, number) for number in range(4)]
@@ -47,6 +64,7 @@ async def death(llm):
     tell(later=await outcome(llm.collective_rpc(slow)), refused=await outcome(one(llm, 2)))
 
 async def main(llm):
+    columns()
     await streams(llm)
     await death(llm)
 
@@ -96,6 +114,15 @@ def test_the_end_is_not_held_up():
     finally:
         gc.unfreeze()
     core.shutdown.assert_called_once_with()
+
+
+@pytest.mark.slow
+def test_vllms_outputs(lived):
+    """vLLM's class of outputs tells at once which have more than tokens; all that they say arrives."""
+    assert lived["differ"] == [False, True, True, True]
+    assert lived["finished"] == ["b"]
+    assert lived["fields"] == [48, True]
+    assert lived["experts"] == [None, None, [[0, 1, 2], [3, 4, 5]], None]
 
 
 @pytest.mark.slow
