@@ -117,7 +117,7 @@ def _place(percentile: float) -> float:
 
 def _spaced(places: list[float]) -> dict[float, str]:
     """Return labels for some of these places, so far from each other on a logarithmic axis that they fit."""
-    gap = math.log(places[-1] / places[0]) / 9
+    gap = math.log(places[-1] / places[0]) / 7
     found = [places[0]]
     for place in places[1:]:
         if math.log(place / found[-1]) >= gap:
@@ -129,7 +129,7 @@ def _short(number: float) -> str:
     for size, letter in ((1 << 20, "Mi"), (1 << 10, "Ki")):
         if number >= size and number % size == 0:
             return f"{number / size:g} {letter}"
-    return f"{number:g}"
+    return f"{number:,g}"
 
 
 def _caption(results: Results) -> str:
