@@ -85,27 +85,6 @@ if __name__ == "__main__":
 """
 """Greedy answers of a model with a tokenizer, and who has carried them."""
 
-GENERATE: Final = """
-if __name__ == "__main__":
-    from vllm import LLM
-    llm = LLM(**SETTINGS)
-    tell(tokens=generate(llm), client=type(llm.llm_engine.engine_core).__module__)
-    import zmq
-    tell(stub=zmq.__spec__.origin == "engine_client")
-"""
-"""Greedy tokens of the tiny model, and who has carried them."""
-
-CHAT: Final = """
-if __name__ == "__main__":
-    from vllm import LLM, SamplingParams
-    llm = LLM(sys.argv[1], enforce_eager=True, dtype="float32", max_model_len=1024)
-    questions = [[{"role": "user", "content": f"What is the capital of {name}?"}] for name in ("France", "Italy")]
-    outputs = llm.chat(questions, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
-    tell(texts=[o.outputs[0].text for o in outputs], tokens=[list(o.outputs[0].token_ids) for o in outputs])
-    tell(client=type(llm.llm_engine.engine_core).__module__)
-"""
-"""Greedy answers of a model with a tokenizer, and who has carried them."""
-
 ASYNC: Final = """
 import asyncio
 
