@@ -110,6 +110,10 @@ class _Unavailable:
         raise _refuse(cls.__name__)
 
 
+def _recv_monitor_message(*args: Any, **kwargs: Any) -> Any:
+    raise _refuse("utils.monitor.recv_monitor_message")
+
+
 def _classes(*names: str) -> dict[str, Any]:
     return {name: type(name, (_Unavailable,), {"__module__": "zmq"}) for name in names}
 
@@ -126,7 +130,7 @@ def _build() -> dict[str, ModuleType]:
     error = type("ZMQError", (Exception,), {"__module__": "zmq"})
     errors = {name: type(name, (error,), {"__module__": "zmq"}) for name in ("Again", "ContextTerminated")}
     asyncio = _module("zmq.asyncio", **_classes("Context", "Socket", "Poller"))
-    monitor = _module("zmq.utils.monitor")
+    monitor = _module("zmq.utils.monitor", recv_monitor_message=_recv_monitor_message)
     utils = _module("zmq.utils", monitor=monitor)
     classes = _classes("Context", "Socket", "Poller", "Frame", "Message", "MessageTracker")
     zmq = _module("zmq", **_CONSTANTS, **classes, **errors, ZMQError=error, asyncio=asyncio, utils=utils)

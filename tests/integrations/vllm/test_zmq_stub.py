@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -40,6 +43,8 @@ def test_nothing_can_be_made(stub, name):
         getattr(stub.asyncio if module else stub, kind)()
     with pytest.raises(ZMQUnavailableError, match="install pyzmq"):
         stub.Context.instance()
+    with pytest.raises(ZMQUnavailableError, match="install pyzmq"):
+        stub.utils.monitor.recv_monitor_message(None)
 
 
 @pytest.mark.parametrize(
@@ -63,3 +68,34 @@ def test_pyzmq_comes_first():
     """Where there is a zmq, it stays."""
     with mock.patch.dict(sys.modules, {"zmq": mock.Mock(__spec__=None)}):
         assert not provide()
+
+
+def used_names():
+    """Return the names of zmq, dotted, that the files of the installed vLLM use."""
+    names = set()
+    for folder in find_spec("vllm").submodule_search_locations:
+        for file in Path(folder).rglob("*.py"):
+            text = file.read_text(encoding="utf-8")
+            if "zmq" in text:
+                chains = (chain_of(node) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute))
+                names |= {chain for chain in chains if chain.startswith("zmq.")}
+    return names
+
+
+def chain_of(node):
+    """Return ``"a.b.c"`` for an access to attributes of a name."""
+    inner = chain_of(node.value) if isinstance(node, ast.Attribute) else getattr(node, "id", "?")
+    return f"{inner}.{node.attr}" if isinstance(node, ast.Attribute) else inner
+
+
+def test_no_name_is_missing(stub):
+    """Whatever vLLM's code says of zmq, anywhere, is there: it fails with the stub's own error or not at all."""
+    names = used_names()
+    assert {"zmq.Context", "zmq.asyncio.Context", "zmq.ROUTER"} <= names
+    missing = []
+    for name in sorted(names):
+        value = stub
+        for part in name.split(".")[1:]:
+            value = getattr(value, part, None)
+        missing += [name] if value is None else []
+    assert missing == []
