@@ -86,4 +86,4 @@ def _run(workload: Workload, side: Side, results: Results, *, quick: bool) -> No
         figures = {}  # it stays in its place, so that pairs remain pairs
     runs.append(figures)
     if figures.get("note", "").startswith("get_output() had not"):
-        side.restart()  # that engine's client is in no state to go on
+        side.close()  # that engine's client is in no state to go on

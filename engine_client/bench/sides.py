@@ -47,6 +47,7 @@ class Side:
     def __init__(self, label: str, command: list[str]) -> None:
         self.label = label
         self._command = command
+        self._closed = False
         self._begin()
 
     def __repr__(self) -> str:
@@ -59,7 +60,7 @@ class Side:
         self.close()
 
     def _begin(self) -> None:
-        self._buffer = b""
+        self._buffer, self._closed = b"", False
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
         # What it makes there is removed with it, also when it is killed: ZeroMQ's sockets have names.
         self._folder = tempfile.TemporaryDirectory(prefix="engine-client-bench-")
@@ -87,8 +88,10 @@ class Side:
         """Run one workload and return its figures.
 
         Raises:
-            SideError: it failed, or took longer than it may; then the process was started anew for the next.
+            SideError: it failed, or took longer than it may; then the next has a process of its own.
         """
+        if self._closed:
+            self._begin()
         command = json.dumps({"kind": workload.kind, "parameters": parameters}) + "\n"
         assert self._process.stdin is not None
         try:
@@ -96,14 +99,9 @@ class Side:
                 self._process.stdin.write(command.encode())
             figures: dict[str, Any] = self._answer(workload.seconds)["figures"]
         except SideError:
-            self.restart()
+            self.close()
             raise
         return figures
-
-    def restart(self) -> None:
-        """Begin with a fresh process."""
-        self.close()
-        self._begin()
 
     def _answer(self, seconds: float) -> dict[str, Any]:
         answer = json.loads(self._line(seconds))
@@ -131,7 +129,10 @@ class Side:
         return f"; it said last: {text[-_LAST_LINES:]}" if text else ""
 
     def close(self) -> None:
-        """End the process and all that it has started; idempotent."""
+        """End the process and all that it has started; idempotent.  The next ``run`` begins with a fresh one."""
+        if self._closed:
+            return
+        self._closed = True
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 stream.close()  # the end of its commands is what it ends for

@@ -111,7 +111,7 @@ DEFAULT: Final = (
         "allocated",
         "allocated",
         (Figure("us/", "µs", at="MiB"),),
-        {"mib": [1, 2, 4, 8, 16, 32, 64], "times": 100},
+        {"mib": [1, 2, 4, 8, 16, 32, 64], "times": 400},
         {"mib": [1, 2], "times": 5},
         peer=False,
     ),

@@ -76,6 +76,13 @@ def test_nothing_is_left(side: Side):
     side.close()
 
 
+def test_closed_side_begins_anew(side: Side):
+    """A side that was closed has a fresh process for the next workload."""
+    before = ask(side)
+    side.close()
+    assert ask(side)["pid"] != before["pid"]
+
+
 def test_peer_that_is_not_there(tmp_path: Path):
     """An interpreter that does not exist, or has no vLLM, is an error of one line."""
     with pytest.raises(SideError, match=r"vllm: /no/python: No such file or directory"):
