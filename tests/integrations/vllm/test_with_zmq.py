@@ -33,3 +33,29 @@ def test_the_plugin(dummy_answers, tmp_path):
     """``ENGINE_CLIENT_VLLM=1`` alone puts this library in place; without it the plugin does nothing."""
     unchanged = told(run_vllm(tmp_path, GENERATE, install=False, env={"ENGINE_CLIENT_VLLM": "1"}))
     assert unchanged == dummy_answers
+
+
+WORKERS = """
+if __name__ == "__main__":
+    import zmq
+    from vllm import LLM
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{sys.argv[1]}/e"}
+    llm = LLM(**SETTINGS, tensor_parallel_size=2, block_size=16, kv_events_config=events)
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.setsockopt(zmq.RCVTIMEO, 30_000)
+        socket.connect(events["endpoint"])
+        time.sleep(1)
+        tell(tokens=generate(llm, max_tokens=40), client=type(llm.llm_engine.engine_core).__module__)
+        tell(event=b"BlockStored" in b"".join(socket.recv_multipart()))
+"""
+
+
+@pytest.mark.slow
+def test_what_needs_pyzmq_has_it(tmp_path):
+    """Several workers and published KV events work on this library where there is pyzmq, as with vLLM's own client."""
+    threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    ours = told(run_vllm(tmp_path, WORKERS, env=threads))
+    assert ours["client"] == "engine_client.clients.sync"
+    assert ours["event"] is True
+    assert told_by_vllm(tmp_path, WORKERS, env=threads)["tokens"] == ours["tokens"]
