@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine_client.integrations.vllm.clients import factories
-from helpers.vllm_scripts import run_vllm, told
+from helpers.vllm_scripts import ASYNC, run_vllm, told
 
 
 def config(**parallel):
@@ -35,35 +35,109 @@ def test_what_is_not_carried():
         make_async(several_hosts, None, False)
 
 
-@pytest.mark.slow
-def test_two_ranks(tmp_path):
-    """``AsyncLLM`` with two ranks of a dense model spreads its requests over both."""
-    result = run_vllm(
-        tmp_path,
-        """
-import asyncio
+RANKS = (
+    ASYNC
+    + """
+def leave_a_mark(worker, folder):
+    with open(f"{folder}/rank-{os.getpid()}", "w"):
+        return os.getpid()
 
-async def one(llm, prompt):
-    async for output in llm.generate(prompt, params(200), request_id=str(prompt)):
+def slow(worker):
+    time.sleep(600)
+
+async def stream(llm, name, number, max_tokens=300, rank=None):
+    ask = llm.generate(PROMPTS[number % 4], params(max_tokens), request_id=name, data_parallel_rank=rank)
+    async for output in ask:
         pass
     return list(output.outputs[0].token_ids)
 
+def begin(llm, *names, **options):
+    return [asyncio.create_task(stream(llm, name, index, **options)) for index, name in enumerate(names)]
+
+async def running(llm, total):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        counts = [status.running + status.waiting for status in llm.engine_core.engine_status()]
+        if sum(counts) == total:
+            return counts
+        await asyncio.sleep(0.002)
+    return counts
+
+async def balance(llm):
+    alone = [await stream(llm, f"alone-{index}", index) for index in range(4)]
+    tasks = begin(llm, *[f"even-{index}" for index in range(16)])
+    tell(even=await running(llm, 16))
+    together = await asyncio.gather(*tasks)
+    tell(same=[row == alone[index % 4] for index, row in enumerate(together)])
+    busy = begin(llm, *[f"busy-{index}" for index in range(8)], max_tokens=3000, rank=1)
+    tell(busy=await running(llm, 8))
+    more = begin(llm, *[f"more-{index}" for index in range(4)], max_tokens=3000)
+    tell(filled=await running(llm, 12))
+    for task in busy + more:
+        task.cancel()
+    await asyncio.wait(busy + more)
+    tell(empty=await running(llm, 0))
+
+async def utilities(llm):
+    os.mkdir(f"{sys.argv[1]}/marks")
+    (pid,) = await llm.collective_rpc(leave_a_mark, None, (f"{sys.argv[1]}/marks",))
+    await llm.pause_generation(mode="keep")
+    paused = [status.is_paused for status in llm.engine_core.engine_status()]
+    await llm.resume_generation()
+    tell(marks=sorted(os.listdir(f"{sys.argv[1]}/marks")), pid=pid, paused=paused)
+
+async def death(llm):
+    import psutil
+    call = asyncio.create_task(llm.collective_rpc(slow))
+    tasks = begin(llm, "one", "two", max_tokens=3000)
+    await asyncio.sleep(0.5)
+    ranks = [child for child in psutil.Process().children() if "engine_client" in " ".join(child.cmdline())]
+    ranks[0].kill()
+    outcomes = await asyncio.gather(call, *tasks, return_exceptions=True)
+    tell(ranks=len(ranks), outcomes=[type(outcome).__name__ for outcome in outcomes], errored=llm.errored)
+
 async def main(llm):
-    tokens = await asyncio.gather(*[one(llm, prompt) for prompt in PROMPTS])
-    steps = [status.steps for status in llm.engine_core.engine_status()]
-    tell(steps=steps, lengths=[len(row) for row in tokens], client=type(llm.engine_core).__name__)
+    tell(client=type(llm.engine_core).__name__)
+    await balance(llm)
+    await utilities(llm)
+    await death(llm)
 
 if __name__ == "__main__":
-    from vllm import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**SETTINGS, data_parallel_size=2))
-    asyncio.run(main(llm))
-    llm.shutdown()
-    del llm
-""",
-        env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-    )
-    values = told(result)
-    assert values["client"] == "DPLBAsyncMPClient"
-    assert values["lengths"] == [200] * 4
-    assert min(values["steps"]) >= 200
+    run(main, data_parallel_size=2)
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Tell what ``AsyncLLM`` has met with two ranks of a dense model, one of which was killed at last."""
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "CRITICAL"}
+    return told(run_vllm(tmp_path_factory.mktemp("ranks"), RANKS, env=environment))
+
+
+@pytest.mark.slow
+def test_two_ranks_are_balanced(ranks):
+    """Requests go where there is less to do, evenly if all is equal; each gives the tokens that it gives alone."""
+    assert ranks["client"] == "DPLBAsyncMPClient"
+    assert ranks["even"] == [8, 8]
+    assert ranks["same"] == [True] * 16
+    assert ranks["busy"] == [0, 8], "a request can choose its rank"
+    assert ranks["filled"] in ([3, 9], [4, 8]), "a request that has just been sent counts as four that run"
+    assert ranks["empty"] == [0, 0]
+
+
+@pytest.mark.slow
+def test_utilities_reach_two_ranks(ranks):
+    """A utility runs on both ranks; its result is one of theirs, as with vLLM's client."""
+    assert len(ranks["marks"]) == 2
+    assert f"rank-{ranks['pid']}" in ranks["marks"]
+    assert ranks["paused"] == [True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.crash
+def test_death_of_a_rank(ranks):
+    """A rank that is killed ends calls and streams of both with the error that vLLM's handlers know."""
+    assert ranks["ranks"] == 2
+    assert ranks["outcomes"] == ["EngineDeadError"] * 3
+    assert ranks["errored"] is True
