@@ -54,6 +54,8 @@ _IDLE_YIELD: Final = 0.001
 _PEER_POLL: Final = 0.002
 """Seconds after which a rank in lock-step looks again whether the others have voted."""
 
+_NEEDS_MAIN: Final = int(Flag.NEEDS_MAIN)
+
 _FLUSH_TIMEOUT: Final = 2.0
 """Seconds for the last words to leave at the end."""
 
@@ -111,6 +113,7 @@ class BusyLoop:
         self._ensure_main = ensure_main
         self._look_around = look_around
         self._pace: Pace = pace or Alone()
+        self._pausable = engine if isinstance(engine, PausableCore) else None  # looked up once: it is slow
         self._wakeup = Wakeup()
         self._calls = UtilityCalls(
             engine.utilities(),
@@ -154,7 +157,8 @@ class BusyLoop:
         """
         try:
             while self._handle_shutdown():
-                self._turn()
+                if not self._turn():
+                    self._receive()
                 self._read()
             self._finish()
         finally:
@@ -163,8 +167,8 @@ class BusyLoop:
             self._wakeup.close()
         return self.reason
 
-    def _turn(self) -> None:
-        """Do what it is time for: a step, the end of a wave, or wait."""
+    def _turn(self) -> bool:
+        """Do what it is time for: a step, the end of a wave, or wait; tell whether a step was made."""
         can_step = self._engine.has_work() and not self._gate.is_blocked()
         action = self._pace.look(has_work=can_step)
         if action is Action.SLEEP:
@@ -175,6 +179,8 @@ class BusyLoop:
             self._end_wave()
         else:
             self._step(can_step=can_step)
+            return True
+        return False
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -187,19 +193,28 @@ class BusyLoop:
 
     def _wait(self, timeout: float | None) -> None:
         """Block until there is something to say, at most ``timeout`` seconds and as long as a shutdown may take."""
-        self._gate.wait(limit for limit in (timeout, self._drain.remaining()) if limit is not None)
-        self._wakeup.clear()
+        remaining = self._drain.remaining()
+        limits = [limit for limit in (timeout, remaining) if limit is not None]
+        if self._wakeup.fileno() in self._gate.wait(limits):
+            self._wakeup.clear()
 
-    def _read(self) -> None:
-        """Take what has arrived at every front-end, and send the answers that became ready."""
+    def _receive(self) -> None:
+        """Read what has arrived; a step does so itself."""
         for front_end in self._gate:
             front_end.receive()
+
+    def _read(self) -> None:
+        """Deal with what was received of every front-end, and send the answers that became ready."""
+        for front_end in self._gate:
             for frame in front_end.take_received():
                 self._dispatch(front_end, frame)
-            front_end.flush()
+            if front_end.has_backlog:
+                front_end.flush()
             if self._gate.is_lost(front_end):
                 self._drop(front_end)
-        self._send_outputs(self._engine.take_outputs())
+        outputs = self._engine.take_outputs()
+        if outputs:
+            self._send_outputs(outputs)
         self._calls.answer_ready()
 
     def _read_aborts(self) -> None:
@@ -241,7 +256,7 @@ class BusyLoop:
 
     def _decode(self, decode: Callable[[Frame], T], frame: Frame) -> T:
         """Decode a payload, with the client's main module at hand if it names objects of that."""
-        if frame.flags & Flag.NEEDS_MAIN:
+        if frame.flags & _NEEDS_MAIN:
             self._ensure_main()
         with decoding:
             return decode(frame)
@@ -254,8 +269,8 @@ class BusyLoop:
 
     def _tell_pause(self) -> None:
         """Say on the status page whether the engine sleeps or is paused; only a utility changes that."""
-        if isinstance(self._engine, PausableCore):
-            is_sleeping, is_paused = self._engine.pause_state()
+        if self._pausable is not None:
+            is_sleeping, is_paused = self._pausable.pause_state()
             self._status.set_flags(is_sleeping=is_sleeping, is_paused=is_paused)
 
     def _add(self, front_end: FrontEnd, frame: Frame) -> None:

@@ -162,6 +162,11 @@ class FrontEnd:
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
+    @property
+    def has_backlog(self) -> bool:
+        """Tell whether anything waits to be written, or did when ``flush`` was called last."""
+        return self._has_backlog or self.channel.wants_write
+
     def flush(self) -> None:
         """Write what waits and fits."""
         waiting = self.channel.backlog

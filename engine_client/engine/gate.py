@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import selectors
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 from engine_client.engine.front_end import FrontEnd
@@ -34,6 +34,7 @@ class Gate:
         self.front_ends = front_ends
         self._selector = selector
         self._backlog_limit = backlog_limit
+        self._flushing: set[int] = set()  # those that are watched for room
         for front_end in front_ends:
             selector.register(front_end.channel.fileno(), selectors.EVENT_READ)
 
@@ -42,30 +43,31 @@ class Gate:
 
     def __iter__(self) -> Iterator[FrontEnd]:
         """Return those that are not gone."""
-        return (front_end for front_end in self.front_ends if not front_end.gone)
+        return iter([front_end for front_end in self.front_ends if not front_end.gone])
 
-    def wait(self, limits: Iterable[float]) -> None:
-        """Block until something arrives or can be written, at most as long as the shortest limit (seconds)."""
-        limits = list(limits)
+    def wait(self, limits: list[float]) -> list[int]:
+        """Block until something arrives or can be written, at most as long as the shortest limit (seconds).
+
+        Returns:
+            The descriptors that are ready.
+        """
         for front_end in self:
             self._watch(front_end)
             if self._is_overdue(front_end):
                 limits.append(_STALL_LIMIT)
-        self._selector.select(min(limits, default=None))
+        return [key.fd for key, _ in self._selector.select(min(limits, default=None))]
 
     def _watch(self, front_end: FrontEnd) -> None:
-        fd = front_end.channel.fileno()
-        if fd >= 0:
-            mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if front_end.channel.wants_write else 0)
-            if self._selector.get_key(fd).events != mask:
-                self._selector.modify(fd, mask)
+        wanted = front_end.channel.wants_write
+        if wanted != (front_end.index in self._flushing) and not front_end.gone:
+            mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0)
+            self._selector.modify(front_end.channel.fileno(), mask)
+            (self._flushing.add if wanted else self._flushing.discard)(front_end.index)
 
     def is_blocked(self) -> bool:
         """Tell whether so much waits for a front-end that nothing should be added."""
-        return any(map(self._is_full, self))
-
-    def _is_full(self, front_end: FrontEnd) -> bool:
-        return front_end.channel.backlog > self._backlog_limit
+        limit = self._backlog_limit
+        return any(front_end.channel.backlog > limit for front_end in self.front_ends)
 
     def is_lost(self, front_end: FrontEnd) -> bool:
         """Tell whether a front-end has left, has died, or does not read at all while others would."""

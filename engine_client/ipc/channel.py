@@ -33,8 +33,7 @@ from engine_client.errors import RemoteProtocolError
 from engine_client.interfaces import Buffer
 from engine_client.ipc.arena import ArenaReader, ArenaWriter
 from engine_client.ipc.outgoing import Backlog, Outgoing
-from engine_client.protocol.framing import FrameReader, Kind, RawFrame, Segment, pack_prefix
-from engine_client.protocol.wire import Frame
+from engine_client.protocol.framing import Frame, FrameReader, Kind, RawFrame, Segment, pack_prefix
 
 __all__ = ["Channel"]
 
@@ -306,10 +305,10 @@ class Channel:
         with self._lock:
             self._broken = self._broken or fault
 
-    def _resolve(self, raw: RawFrame) -> Frame:
+    def _resolve(self, raw: Frame | RawFrame) -> Frame:
         """Turn offsets into views; all leases of a frame are taken, or none is kept."""
-        if not raw.segments:
-            return Frame(raw.kind, raw.flags, raw.ref, raw.header)
+        if isinstance(raw, Frame):
+            return raw
         inline = iter(raw.inline)
         buffers: list[memoryview] = []
         try:

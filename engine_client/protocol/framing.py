@@ -25,10 +25,22 @@ from typing import Final, NamedTuple
 
 from engine_client.errors import LocalProtocolError, RemoteProtocolError
 
-__all__ = ["INLINE", "MAX_FRAME", "MAX_SEGMENTS", "Flag", "FrameReader", "Kind", "RawFrame", "Segment", "pack_prefix"]
+__all__ = [
+    "INLINE",
+    "MAX_FRAME",
+    "MAX_SEGMENTS",
+    "Flag",
+    "Frame",
+    "FrameReader",
+    "Kind",
+    "RawFrame",
+    "Segment",
+    "pack_prefix",
+]
 
 _PREFIX: Final = struct.Struct("<4sBBHQQ")
 _ENTRY: Final = struct.Struct("<QqQ")
+_PREFIX_SIZE: Final = _PREFIX.size
 _MAGIC: Final = b"ECF1"
 
 INLINE: Final = -1
@@ -90,8 +102,24 @@ class Segment(NamedTuple):
     stamp: int = 0
 
 
+class Frame(NamedTuple):
+    """One frame with its buffers resolved; ``error`` says why they could not be, and then they are empty."""
+
+    kind: int
+    flags: int
+    ref: int
+    header: bytes | memoryview
+    buffers: Sequence[memoryview] = ()
+    error: BaseException | None = None
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of header and buffers."""
+        return len(self.header) + sum(view.nbytes for view in self.buffers)
+
+
 class RawFrame(NamedTuple):
-    """One frame, undecoded.
+    """One frame with segments, which are still to be resolved.
 
     ``inline`` holds a view of each inline segment in order; each starts at offset 0 of a bytearray of its own.
     """
@@ -203,7 +231,9 @@ class _Partial:
             raise RemoteProtocolError(f"a frame of {total} bytes is over the limit of {self.limit}")
         self.missing.reverse()
 
-    def finish(self) -> RawFrame:
+    def finish(self) -> Frame | RawFrame:
+        if not self.segments:
+            return Frame(self.kind, self.flags, self.ref, self.header)
         return RawFrame(self.kind, self.flags, self.ref, self.header, self.segments, self.inline)
 
 
@@ -262,8 +292,10 @@ class FrameReader:
             self._view = memoryview(partial.body)[partial.filled :]
         return self._view
 
-    def advance(self, count: int) -> list[RawFrame]:
+    def advance(self, count: int) -> list[Frame | RawFrame]:
         """Take note of ``count`` bytes put into ``buffer()``; return the frames that they complete.
+
+        Those without segments need no more resolving.
 
         Raises:
             RemoteProtocolError: the bytes break the protocol, or there is no memory for a frame of that size.
@@ -275,7 +307,7 @@ class FrameReader:
             raise LocalProtocolError(f"{count} bytes cannot have been put into a buffer of {len(self._view)}")
         self._view.release()  # nothing that is handed on, or grows, stays tied to this reader
         self._view = _NOTHING
-        frames: list[RawFrame] = []
+        frames: list[Frame | RawFrame] = []
         try:
             partial = self._partial
             if partial is None or partial.body is None:
@@ -306,14 +338,13 @@ class FrameReader:
         self._begin = self._end = 0
         return reason
 
-    def _parse(self, frames: list[RawFrame]) -> None:
+    def _parse(self, frames: list[Frame | RawFrame]) -> None:
         """Understand what is in the scratch, up to a part that is not complete; leave room behind it."""
         while True:
             partial = self._partial
             if partial is None:
-                if self._end - self._begin < _PREFIX.size:
+                if not self._read_prefixes(frames):
                     break
-                self._read_prefix(frames)
                 continue
             length = partial.next_length()
             if length is None:
@@ -330,28 +361,39 @@ class FrameReader:
                 break
         self._compact()
 
-    def _read_prefix(self, frames: list[RawFrame]) -> None:
-        """Begin a frame; if it is small and all there, which is the usual case, end it as well."""
-        magic, kind, flags, count, ref, header_length = _PREFIX.unpack_from(self._scratch, self._begin)
-        if magic != _MAGIC:
-            raise RemoteProtocolError(f"a frame begins with {magic!r}, which is not this protocol's mark {_MAGIC!r}")
-        if not _FIRST_KIND <= kind <= _LAST_KIND or flags & _UNKNOWN_FLAGS:
-            raise RemoteProtocolError(f"a frame is of kind {kind} with flags {flags:#x}, which this protocol lacks")
-        if (length := header_length + count * _ENTRY.size) > self._max_frame:
-            raise RemoteProtocolError(f"a frame of {length} bytes is over the limit of {self._max_frame}")
-        self._begin = begin = self._begin + _PREFIX.size
-        end = begin + header_length
-        if not count and header_length < _LARGE and end <= self._end:
-            frames.append(RawFrame(kind, flags, ref, bytes(self._scratch[begin:end]), [], []))
-            self._begin = end
-        else:
-            self._partial = _Partial(kind, flags, count, ref, header_length, self._max_frame)
+    def _read_prefixes(self, frames: list[Frame | RawFrame]) -> bool:
+        """Take whole small frames, which is what comes usually; begin the first other one and return True."""
+        scratch, begin, end = self._scratch, self._begin, self._end
+        while end - begin >= _PREFIX_SIZE:
+            magic, kind, flags, count, ref, header_length = _PREFIX.unpack_from(scratch, begin)
+            if magic != _MAGIC or not _FIRST_KIND <= kind <= _LAST_KIND or flags & _UNKNOWN_FLAGS:
+                self._begin = begin
+                raise RemoteProtocolError(_what_is_wrong(magic, kind, flags))
+            if count or header_length >= _LARGE or (length := header_length) > self._max_frame:
+                if (length := header_length + count * _ENTRY.size) > self._max_frame:
+                    raise RemoteProtocolError(f"a frame of {length} bytes is over the limit of {self._max_frame}")
+                self._begin = begin + _PREFIX_SIZE
+                self._partial = _Partial(kind, flags, count, ref, header_length, self._max_frame)
+                return True
+            header_begin = begin + _PREFIX_SIZE
+            if header_begin + length > end:
+                break  # the rest of it is on its way
+            begin = header_begin + length
+            frames.append(Frame(kind, flags, ref, bytes(scratch[header_begin:begin])))
+        self._begin = begin
+        return False
 
     def _compact(self) -> None:
         """Move what is left to the front when the rest of a small part might not fit behind it."""
         begin, end = self._begin, self._end
         if begin == end:
             self._begin = self._end = 0
-        elif begin + _LARGE > _SCRATCH_SIZE:
+        elif begin + _PREFIX_SIZE + _LARGE > _SCRATCH_SIZE:
             self._scratch[: end - begin] = bytes(self._scratch[begin:end])
             self._begin, self._end = 0, end - begin
+
+
+def _what_is_wrong(magic: bytes, kind: int, flags: int) -> str:
+    if magic != _MAGIC:
+        return f"a frame begins with {magic!r}, which is not this protocol's mark {_MAGIC!r}"
+    return f"a frame is of kind {kind} with flags {flags:#x}, which this protocol lacks"

@@ -20,11 +20,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from operator import attrgetter, is_not
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from engine_client.messages import EngineCoreReadyResponse, EngineCoreRequest
-from engine_client.protocol.codec import Payload, dumps, loads
-from engine_client.protocol.framing import Flag, Kind
+from engine_client.params import SamplingParams
+from engine_client.protocol.codec import Payload, are_plain, dumps, dumps_plain, loads
+from engine_client.protocol.framing import Flag, Frame, Kind
 
 __all__ = [
     "PING",
@@ -54,26 +55,13 @@ __all__ = [
     "load_frame",
 ]
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
+
+_NEEDS_MAIN: Final = int(Flag.NEEDS_MAIN)
+_FAILED: Final = int(Flag.FAILED)
 
 PING: Final = "ping"
 """The utility that every busy loop answers by itself."""
-
-
-class Frame(NamedTuple):
-    """One frame with its buffers resolved; ``error`` says why they could not be, and then they are empty."""
-
-    kind: int
-    flags: int
-    ref: int
-    header: bytes | memoryview
-    buffers: Sequence[memoryview] = ()
-    error: BaseException | None = None
-
-    @property
-    def size(self) -> int:
-        """Return the bytes of header and buffers."""
-        return len(self.header) + sum(view.nbytes for view in self.buffers)
 
 
 @dataclass(frozen=True)
@@ -102,7 +90,7 @@ class Init:
 
 def _frame(kind: Kind, payload: Payload, ref: int = 0, flags: int = 0) -> Frame:
     if payload.needs_main:
-        flags |= Flag.NEEDS_MAIN
+        flags |= _NEEDS_MAIN
     return Frame(kind, flags, ref, payload.header, payload.buffers)
 
 
@@ -204,7 +192,10 @@ _REST = tuple(f.name for f in fields(EngineCoreRequest) if f.name not in _HOT)
 _REST_DEFAULTS = tuple(
     None if f.default is MISSING else f.default for f in fields(EngineCoreRequest) if f.name not in _HOT
 )
+_REST_OF_REQUEST = dict(zip(_REST, _REST_DEFAULTS, strict=True))
 _get_rest = attrgetter(*_REST)
+_PARAMETERS = tuple(f.name for f in fields(SamplingParams))
+_get_parameters = attrgetter(*_PARAMETERS)
 
 
 def _rest_of(request: Any) -> dict[str, Any] | None:
@@ -220,40 +211,48 @@ def _rest_of(request: Any) -> dict[str, Any] | None:
     }
 
 
+def _parameters_of(params: Any) -> tuple[Any, ...] | None:
+    """Return the values of our own sampling parameters if all are plain: cheaper than an object, and than its names."""
+    if type(params) is not SamplingParams or len(params.__dict__) != len(_PARAMETERS):
+        return None
+    values: tuple[Any, ...] = _get_parameters(params)
+    return values if are_plain(values) else None
+
+
 def encode_add(key: int, request: Any, prompt: array[int] | None, *, main_importable: bool = True) -> Frame:
-    """Encode a request under its integer key; ``prompt`` is its token ids, checked already."""
-    row = (
-        request.request_id,
-        None if prompt is None else prompt.tobytes(),
-        request.sampling_params,
-        request.arrival_time,
-        _rest_of(request),
-    )
+    """Encode a request under its integer key; ``prompt`` is its token ids, checked already.
+
+    What most requests are made of is plain, and does not need the general codec.
+    """
+    name, params, arrival_time = request.request_id, request.sampling_params, request.arrival_time
+    token_ids = None if prompt is None else prompt.tobytes()
+    rest = _rest_of(request)
+    parameters = _parameters_of(params)
+    row = (name, token_ids, parameters or params, arrival_time, rest)
+    if parameters is not None and are_plain((name, arrival_time)) and (rest is None or are_plain(rest.values())):
+        header = dumps_plain(row)
+        if header is not None:
+            return Frame(Kind.ADD, 0, key, header)
     return _frame(Kind.ADD, dumps(row, main_importable=main_importable), ref=key)
 
 
 def decode_add(frame: Frame) -> EngineCoreRequest:
     """Decode a request; its key is ``frame.ref``."""
-    request_id, prompt, sampling_params, arrival_time, rest = load_frame(frame)
+    request_id, prompt, params, arrival_time, rest = load_frame(frame)
     token_ids: list[int] | None = None
     if prompt is not None:
         column = array("I")
         column.frombytes(prompt)
         token_ids = column.tolist()
-    values = rest or {}
-    request = EngineCoreRequest(
-        request_id,
-        token_ids,
-        values.pop("mm_features", None),
-        sampling_params,
-        values.pop("pooling_params", None),
-        arrival_time,
-        values.pop("lora_request", None),
-        values.pop("cache_salt", None),
-        values.pop("data_parallel_rank", None),
-    )
-    for name, value in values.items():
-        setattr(request, name, value)
+    if type(params) is tuple:
+        values, params = params, SamplingParams.__new__(SamplingParams)
+        params.__dict__.update(zip(_PARAMETERS, values, strict=True))
+    request = EngineCoreRequest.__new__(EngineCoreRequest)
+    fields_ = request.__dict__
+    fields_.update(_REST_OF_REQUEST)
+    fields_.update(request_id=request_id, prompt_token_ids=token_ids, sampling_params=params, arrival_time=arrival_time)
+    if rest:
+        fields_.update(rest)
     return request
 
 
@@ -274,7 +273,11 @@ def decode_abort(frame: Frame) -> list[int]:
 
 def encode_utility(call_id: int, method: str, args: Sequence[Any], *, main_importable: bool = True) -> Frame:
     """Encode a utility call."""
-    return _frame(Kind.UTILITY, dumps((method, tuple(args)), main_importable=main_importable), ref=call_id)
+    args = tuple(args)
+    header = dumps_plain((method, args)) if are_plain((method, *args)) else None
+    if header is not None:
+        return Frame(Kind.UTILITY, 0, call_id, header)
+    return _frame(Kind.UTILITY, dumps((method, args), main_importable=main_importable), ref=call_id)
 
 
 def decode_utility(frame: Frame) -> tuple[str, tuple[Any, ...]]:
@@ -288,10 +291,10 @@ def encode_reply(
 ) -> Frame:
     """Encode the answer to a utility call: its result, or the exception that ended it."""
     if error is not None:
-        return _frame(Kind.REPLY, dumps(error), call_id, Flag.FAILED)
+        return _frame(Kind.REPLY, dumps(error), call_id, _FAILED)
     return _frame(Kind.REPLY, dumps(result, main_importable=main_importable), call_id)
 
 
 def decode_reply(frame: Frame) -> tuple[bool, Any]:
     """Decode ``(failed, result or exception)``; the call id is ``frame.ref``."""
-    return bool(frame.flags & Flag.FAILED), load_frame(frame)
+    return bool(frame.flags & _FAILED), load_frame(frame)

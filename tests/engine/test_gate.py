@@ -184,4 +184,4 @@ def test_a_full_gate_wakes_up_to_look_again() -> None:
         gate.wait([0.01])
         before = front_end.channel.backlog
         client.receive()
-        eventually(lambda: gate.wait([1.0]) or front_end.is_drained() or front_end.channel.backlog < before)
+        eventually(lambda: not gate.wait([1.0]) or front_end.is_drained() or front_end.channel.backlog < before)

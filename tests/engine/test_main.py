@@ -21,6 +21,7 @@ from engine_client.ipc.status_page import EngineState
 from engine_client.protocol.codec import dumps
 from engine_client.protocol.framing import Kind
 from engine_client.protocol.wire import (
+    PROTOCOL_VERSION,
     Frame,
     Init,
     decode_dead,
@@ -90,7 +91,7 @@ def test_the_phases_of_a_life_in_order() -> None:
     """HELLO, STATUS, READY, a reply, GOODBYE, exit code 0; the status page follows."""
     with engine() as e:
         version, pid = decode_text(e.receive(Kind.HELLO))
-        assert (version, pid) == (1, e.link.pid)
+        assert (version, pid) == (PROTOCOL_VERSION, e.link.pid)
         script = Script(progress=(("loading weights", 1, 2),))
         e.init(EngineConfig(additional_config={"script": script}), None, False)
         assert decode_status(e.receive(Kind.STATUS)) == ("loading weights", 1, 2)
