@@ -77,7 +77,7 @@ def _latency(results: Results) -> Chart:
             if found:
                 lines.append(Line(f"{who}: {name}", side, variant, found))
     ticks = {float(p): f"{p:g}" for p in (1, 50, 75, 90, 99, 99.9)}
-    return Chart("Latency by percentile", "percentile", "µs", lines, ticks, percentiles=True)
+    return Chart("Latency by percentile", "percentile", "µs (lower is better)", lines, ticks, percentiles=True)
 
 
 def _throughput(results: Results) -> Chart:
@@ -87,7 +87,7 @@ def _throughput(results: Results) -> Chart:
         if found:
             lines.append(Line(who, side, 0, found))
     ticks = {float(batch): str(batch) for batch in _BATCHES}
-    return Chart("Tokens per second by batch", "requests at once", "tokens per second", lines, ticks)
+    return Chart("Tokens per second by batch", "requests at once", "tokens per second (higher is better)", lines, ticks)
 
 
 def _bandwidth(results: Results) -> Chart:
@@ -98,7 +98,7 @@ def _bandwidth(results: Results) -> Chart:
             if found:
                 lines.append(Line(f"{who}: {text}", side, variant, found))
     ticks = {float(mib): str(mib) for mib in _MIB}
-    return Chart("Bandwidth by size of the tensor", "size, MiB", "GiB per second", lines, ticks)
+    return Chart("Bandwidth by size of the tensor", "size, MiB", "GiB per second (higher is better)", lines, ticks)
 
 
 def _by(results: Results, side: str, figure: str, workloads: dict[float, str]) -> dict[float, float]:

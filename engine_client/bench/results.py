@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -104,11 +104,6 @@ class Results:
         if measured is None:
             return {}
         found = {name: measured.median(side, name) for name in measured.names() if name != "note"}
-        return {name: value for name, value in found.items() if value is not None}
-
-    def medians(self, figure: str, side: str, names: Callable[[str], bool]) -> dict[str, float]:
-        """Return a figure's median of each workload whose name passes."""
-        found = {name: self.figures(name, side).get(figure) for name in self.workloads if names(name)}
         return {name: value for name, value in found.items() if value is not None}
 
     def save(self, path: str | Path) -> None:

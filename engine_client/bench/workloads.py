@@ -26,14 +26,12 @@ class Figure:
     Args:
         text: which of several figures of this unit it is.
         at: of a series, what its points are.
-        better: ``"lower"`` or ``"higher"``.
     """
 
     name: str
     unit: str
     text: str = ""
     at: str = ""
-    better: str = "lower"
 
     def title(self, name: str) -> str:
         """Return for example ``p50, µs``, or, of the point ``us/64`` of a series, ``µs at 64 MiB``."""
@@ -67,11 +65,11 @@ class Workload:
 
 _LATENCY: Final = (Figure("p50_us", "µs", "p50"), Figure("p99_us", "µs", "p99"))
 _RATE: Final = (
-    Figure("tokens_per_s", "tokens/s", better="higher"),
+    Figure("tokens_per_s", "tokens/s"),
     Figure("client_us_per_token", "µs of CPU/token", "client"),
     Figure("engine_us_per_token", "µs of CPU/token", "engine"),
 )
-_TENSOR: Final = (Figure("ms", "ms"), Figure("gib_per_s", "GiB/s", better="higher"))
+_TENSOR: Final = (Figure("ms", "ms"), Figure("gib_per_s", "GiB/s"))
 
 
 def _stream(batch: int, tokens: int) -> Workload:
@@ -80,7 +78,7 @@ def _stream(batch: int, tokens: int) -> Workload:
 
 
 def _tensor(mib: int, *, back: bool) -> Workload:
-    figures = _TENSOR if back else (*_TENSOR, Figure("of_memcpy", "of a memcpy's speed", better="higher"))
+    figures = _TENSOR if back else (*_TENSOR, Figure("of_memcpy", "of a memcpy's speed"))
     parameters = {"nbytes": mib * _MIB, "back": back, "times": 40 if mib < 64 else 12}
     return Workload(f"tensor_{'both' if back else 'in'}_{mib}", "tensor", figures, parameters, {"times": 5})
 
@@ -102,7 +100,7 @@ DEFAULT: Final = (
     Workload(
         "ingest",
         "ingest",
-        (Figure("requests_per_s", "requests/s", better="higher"),),
+        (Figure("requests_per_s", "requests/s"),),
         {"count": 5000, "repeats": 3},
         {"count": 500, "repeats": 2},
     ),
@@ -157,7 +155,7 @@ GROWTH: Final = (
         "ranks",
         "ranks",
         (
-            Figure("tokens_per_s/", "tokens/s", at="ranks", better="higher"),
+            Figure("tokens_per_s/", "tokens/s", at="ranks"),
             Figure("client_us_per_token/", "µs of CPU/token", "client", at="ranks"),
         ),
         {"ranks": [1, 2, 4, 8, 16], "batch": 64, "tokens": 400, "repeats": 3},

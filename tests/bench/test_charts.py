@@ -36,7 +36,7 @@ def test_pictures():
     latency = found["Latency by percentile"]
     assert [line.label for line in latency.lines][::3] == ["engine_client: utility", "vllm: utility"]
     assert latency.lines[0].points == {1: 10, 50: 500, 99: 990, 99.9: 2000}
-    assert (latency.y, latency.percentiles) == ("µs", True)
+    assert (latency.y, latency.percentiles) == ("µs (lower is better)", True)
     rate = found["Tokens per second by batch"]
     assert [(line.label, line.side) for line in rate.lines] == [("engine_client", "ours"), ("vllm", "peer")]
     assert list(rate.lines[0].points) == [1, 64, 256, 1024]

@@ -76,16 +76,19 @@ def test_workloads_are_there(tmp_path):
     assert answer == {"error": "OSError: asked"}
 
 
-def test_serving_ends_with_the_commands():
-    """When there are no more commands, serving is over."""
-
-    class Side:
-        def about(self):
-            return {}
-
+def test_serving_ends_with_the_commands(tmp_path, capsys):
+    """When there are no more commands, serving is over; a failure has left its traceback on stderr."""
+    path = tmp_path / "served.py"
+    path.write_text(SIDE)
+    side = driver.load(str(path)).make_side()
+    del sys.modules["bench_served"]
+    commands = io.StringIO('{"kind": "add", "parameters": {"a": 1, "b": 1}}\n{"kind": "fail", "parameters": {}}\n')
     answers = io.StringIO()
-    driver.serve(Side(), {}, io.StringIO(""), answers)
-    assert answers.getvalue() == '{"about": {}}\n'
+    driver.serve(side, side.kinds, commands, answers)
+    about, figures, error = map(json.loads, answers.getvalue().splitlines())
+    assert (about, figures) == ({"about": {"side": "test"}}, {"figures": {"sum": 2}})
+    assert error == {"error": "ZeroDivisionError: division by zero"}
+    assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["driver", "loops", "life", "peer_vllm", "zmq_engine"])

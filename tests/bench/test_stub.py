@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from engine_client import FinishReason
 from engine_client.bench.ours import Ours
@@ -70,3 +71,13 @@ def test_usage_is_of_this_process():
     assert resident_bytes() > 1 << 20
     assert engine().utilities()["echo"](7) == 7
     assert engine().ready_response().vllm_version == "bench"
+
+
+def test_memory_where_the_system_does_not_tell(monkeypatch):
+    """Without ``/proc`` the memory is 0."""
+
+    def refuse(*args, **kwargs):
+        raise FileNotFoundError("/proc")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert resident_bytes() == 0
