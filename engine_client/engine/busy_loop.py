@@ -122,6 +122,7 @@ class BusyLoop:
             wakeup=self._wakeup.wakeup,
         )
         self._drain = Deadline(None)
+        self._has_run = True  # code of the engine's, since ``look_around``
         self._failure: BaseException | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wakeup.fileno(), selectors.EVENT_READ)
@@ -187,7 +188,9 @@ class BusyLoop:
     def _sleep(self) -> None:
         """Block until a front-end, a signal, an answer or another rank has something to say."""
         self._status.idle(*self._engine.counts())
-        self._look_around()
+        if self._has_run:
+            self._has_run = False
+            self._look_around()
         with self._pace.listening(self._selector):
             self._wait(None)
 
@@ -238,6 +241,7 @@ class BusyLoop:
             self.request_shutdown("its client has gone")
 
     def _dispatch(self, front_end: FrontEnd, frame: Frame) -> None:
+        self._has_run = True
         if frame.kind == Kind.ADD:
             self._add(front_end, frame)
         elif frame.kind == Kind.ABORT:
@@ -264,8 +268,11 @@ class BusyLoop:
     def _before_reply(self) -> None:
         """Do what a utility's answer must not overtake: its outputs go out, and what it started is known."""
         self._look_around()
+        self._has_run = False
         self._tell_pause()
-        self._send_outputs(self._engine.take_outputs())
+        outputs = self._engine.take_outputs()
+        if outputs:
+            self._send_outputs(outputs)
 
     def _tell_pause(self) -> None:
         """Say on the status page whether the engine sleeps or is paused; only a utility changes that."""
@@ -298,6 +305,7 @@ class BusyLoop:
     def _step(self, *, can_step: bool) -> None:
         """Make a step; where a group needs one that this rank has nothing for, a dummy step."""
         self._status.step_begin()
+        self._has_run = True
         outputs, executed = self._engine.step_fn() if can_step else (None, False)
         if not executed:
             self._pace.fill()

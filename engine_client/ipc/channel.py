@@ -121,7 +121,7 @@ class Channel:
     @property
     def wants_write(self) -> bool:
         """Tell whether ``flush`` has anything to write."""
-        return len(self._backlog) > 0
+        return bool(self._backlog.frames)
 
     def send(self, frame: Frame) -> bool:
         """Send a frame: write what fits now and keep the rest for ``flush``.
@@ -167,10 +167,10 @@ class Channel:
 
     def _prepare(self, outgoing: Outgoing, frame: Frame) -> None:
         """Place the buffers, and put together what is to be written."""
+        kind, flags, ref, header, buffers, _ = frame
         segments = outgoing.segments
-        inline = self._place(frame, segments) if frame.buffers else []
-        header = frame.header
-        prefix = pack_prefix(frame.kind, frame.flags, frame.ref, len(header), segments)
+        inline = self._place(frame, segments) if buffers else []
+        prefix = pack_prefix(kind, flags, ref, len(header), segments)
         parts: list[Buffer] = [prefix + header] if len(header) < _JOIN_BELOW else [prefix, header]
         outgoing.fill(parts + inline if inline else parts)
 
@@ -229,7 +229,7 @@ class Channel:
             return self._drain_locked()
         finally:
             try:
-                if new is not None and self._backlog:
+                if new is not None and self._backlog.frames:
                     self._backlog.own(new)
             finally:
                 self._flushing = False
@@ -240,11 +240,12 @@ class Channel:
         A function of its own: what a signal handler raises where a loop begins anew passes the ``finally`` around that
         loop by, in Python 3.12 and 3.13.
         """
-        while self._backlog:
-            if len(self._backlog) > 1:
+        frames = self._backlog.frames
+        while frames:
+            if len(frames) > 1:
                 with suppress(MemoryError):  # then one by one
                     self._backlog.merge()
-            if not self._write_locked(self._backlog.first):
+            if not self._write_locked(frames[0]):
                 return False
         return True
 
@@ -283,7 +284,7 @@ class Channel:
                     self.ended = True
                     break
                 self.received += count
-                frames += map(self._resolve, self._reader.advance(count))
+                frames += [f if type(f) is Frame else self._resolve(f) for f in self._reader.advance(count)]
                 if self._reader.broken:  # behind frames that were whole, in the same read: nothing more may ever come
                     self._break(RemoteProtocolError(self._reader.broken))
                     break
@@ -305,10 +306,8 @@ class Channel:
         with self._lock:
             self._broken = self._broken or fault
 
-    def _resolve(self, raw: Frame | RawFrame) -> Frame:
+    def _resolve(self, raw: RawFrame) -> Frame:
         """Turn offsets into views; all leases of a frame are taken, or none is kept."""
-        if isinstance(raw, Frame):
-            return raw
         inline = iter(raw.inline)
         buffers: list[memoryview] = []
         try:

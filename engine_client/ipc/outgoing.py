@@ -59,35 +59,28 @@ class Outgoing:
 class Backlog:
     """The frames of a channel that are not written to their end, in order."""
 
-    __slots__ = ("_frames", "nbytes")
+    __slots__ = ("frames", "nbytes")
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._frames: list[Outgoing] = []
-
-    def __len__(self) -> int:
-        return len(self._frames)
+        self.frames: list[Outgoing] = []  # changed here only
 
     def __repr__(self) -> str:
-        return f"<Backlog {len(self)} frames, {self.nbytes} bytes>"
-
-    @property
-    def first(self) -> Outgoing:
-        """Return the frame that is written next."""
-        return self._frames[0]
+        return f"<Backlog {len(self.frames)} frames, {self.nbytes} bytes>"
 
     def append(self, outgoing: Outgoing) -> None:
         """Append a frame."""
         self.nbytes += outgoing.size
         outgoing.is_queued = True
-        self._frames.append(outgoing)
+        self.frames.append(outgoing)
 
     def wrote(self, count: int) -> None:
         """Note that so many bytes of the first frame were written; forget it if it is complete."""
         self.nbytes -= count
-        if self._frames and self._frames[0].left <= 0:
-            del self._frames[0]
-        if not self._frames:
+        frames = self.frames
+        if frames and sum(frames[0].written) >= frames[0].size:
+            del frames[0]
+        if not frames:
             self.nbytes = 0
 
     def own(self, outgoing: Outgoing) -> None:
@@ -96,14 +89,14 @@ class Backlog:
         Raises:
             MemoryError: there is none; the frame waits no longer, unless some of it is written.
         """
-        for index in range(len(self._frames) - 1, -1, -1):
-            if self._frames[index] is outgoing:
+        for index in range(len(self.frames) - 1, -1, -1):
+            if self.frames[index] is outgoing:
                 try:
-                    self._frames[index] = outgoing.owned()
+                    self.frames[index] = outgoing.owned()
                 except MemoryError:
                     if outgoing.written:
                         return  # better to refer to the caller's memory than to break the stream in mid-frame
-                    del self._frames[index]
+                    del self.frames[index]
                     outgoing.is_queued = False
                     raise
                 return
@@ -112,16 +105,16 @@ class Backlog:
         """Join the first frames if they are small."""
         parts: list[Buffer] = []
         size = merged = 0
-        for waiting in self._frames:
+        for waiting in self.frames:
             size += waiting.left
             if size > _MERGED:
                 break
             parts += waiting.remaining()
             merged += 1
         if merged > 1:
-            self._frames[:merged] = [Outgoing().fill([b"".join(parts)])]  # one C call: all of it, or nothing
+            self.frames[:merged] = [Outgoing().fill([b"".join(parts)])]  # one C call: all of it, or nothing
 
     def clear(self) -> None:
         """Forget all of them."""
-        self._frames.clear()
+        self.frames.clear()
         self.nbytes = 0

@@ -39,10 +39,10 @@ def test_what_waits_goes_out_in_order_whatever_is_joined(frames: list[list[bytes
         backlog.append(Outgoing().fill(list(parts)))
     whole = b"".join(map(b"".join, frames))
     out = b""
-    while backlog:
+    while backlog.frames:
         if data.draw(st.booleans()):
             backlog.merge()
-        first = backlog.first
+        first = backlog.frames[0]
         rest = b"".join(first.remaining())
         count = data.draw(st.integers(0, len(rest)))
         out += rest[:count]
@@ -50,7 +50,7 @@ def test_what_waits_goes_out_in_order_whatever_is_joined(frames: list[list[bytes
         backlog.wrote(count)
         assert backlog.nbytes == len(whole) - len(out)
         if count == len(rest):
-            assert not backlog or backlog.first is not first
+            assert not backlog.frames or backlog.frames[0] is not first
     assert out == whole
     assert repr(backlog) == "<Backlog 0 frames, 0 bytes>"
 
@@ -61,7 +61,7 @@ def test_small_frames_are_joined_and_large_ones_are_not() -> None:
     for size in (10, 20, 1 << 20, 5):
         backlog.append(Outgoing().fill([b"x" * size]))
     backlog.merge()
-    assert (len(backlog), backlog.first.size, backlog.nbytes) == (3, 30, 35 + (1 << 20))
+    assert (len(backlog.frames), backlog.frames[0].size, backlog.nbytes) == (3, 30, 35 + (1 << 20))
 
 
 def test_a_frame_that_waits_is_owned_wherever_it_is() -> None:
@@ -75,6 +75,6 @@ def test_a_frame_that_waits_is_owned_wherever_it_is() -> None:
     backlog.own(Outgoing())
     memory[:] = b"xyz"
     backlog.merge()
-    assert b"".join(backlog.first.remaining()) == b"firstabclast"
+    assert b"".join(backlog.frames[0].remaining()) == b"firstabclast"
     backlog.clear()
-    assert (len(backlog), backlog.nbytes) == (0, 0)
+    assert (len(backlog.frames), backlog.nbytes) == (0, 0)
