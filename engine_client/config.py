@@ -133,7 +133,8 @@ class ClientOptions:
         high_water: bytes queued for a slow engine at which senders start to wait.
         backlog_limit: bytes queued in the engine for a front-end, beyond which the engine makes no more steps until
             some were read; a front-end that does not read at all is then cut off, if there are others.
-        spin_us: microseconds that a blocked caller polls before it sleeps; 0 sleeps at once.
+        spin_us: microseconds for which an idle engine, and the client's reader while a caller waits, poll before they
+            sleep; 0 sleeps at once.  It buys latency with processor time, and wants a core for each side.
         engine_target: ``"module:function"`` that the engine process imports and runs.
         on_engine_death: what becomes of a client with several independent engines when one of them dies: ``"shutdown"``
             ends it, as the reference does; ``"continue"`` fails the dead one's requests with ``EngineDeadError`` and

@@ -19,7 +19,7 @@ from engine_client.clients.streams import StreamOverError, StreamOwner, StreamSt
 from engine_client.deadline import Deadline, check_timeout
 from engine_client.errors import EngineDeadError
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs
-from engine_client.protocol.batch import Columns
+from engine_client.protocol.batch import Rest
 
 __all__ = ["AsyncOutputStream", "next_outputs"]
 
@@ -33,6 +33,8 @@ async def next_outputs(queue: OutputQueue, mailboxes: Mailboxes, deadline: Deadl
     """
     await mailboxes.take_turns()
     while True:
+        if queue.has_news and (outputs := await _look(queue)) is not None:
+            return outputs
         future = mailboxes.future()
         waker = mailboxes.waker(future)
         queue.listen(waker)  # before the look, so that nothing comes in between unseen
@@ -56,7 +58,8 @@ async def _look(queue: OutputQueue) -> EngineCoreOutputs | None:
         except TimeoutError:
             return None
         try:
-            await _load(columns)
+            if columns.rest is not None:
+                await _load(columns.rest)
             outputs = queue.turn(columns)
         except BaseException:  # cancelled, or an interrupt
             queue.put_back(taken)
@@ -65,11 +68,11 @@ async def _look(queue: OutputQueue) -> EngineCoreOutputs | None:
             return outputs
 
 
-async def _load(columns: Columns) -> None:
+async def _load(rest: Rest) -> None:
     """Decode large values on a thread."""
-    if columns.rest is not None and columns.rest.size >= LARGE_REPLY:
+    if rest.size >= LARGE_REPLY:
         with suppress(Exception):  # whoever turns the columns into outputs meets it again, and knows what to do
-            await asyncio.get_running_loop().run_in_executor(None, columns.rest.load)
+            await asyncio.get_running_loop().run_in_executor(None, rest.load)
 
 
 class _Client(Protocol):

@@ -94,7 +94,7 @@ class Caller:
                 self._leave_out(fan_out, closed)
             for call_id, link in zip(fan_out.ids, fan_out.links, strict=True):
                 try:
-                    self._traffic.send(link, frame._replace(ref=call_id))
+                    self._traffic.send(link, Frame(frame.kind, frame.flags, call_id, frame.header, frame.buffers))
                 except LinkGoneError:
                     gone.append(link)
         except BaseException:

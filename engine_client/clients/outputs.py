@@ -67,6 +67,11 @@ class OutputQueue:
         """Tell whether nothing more will be put."""
         return self._make_error is not None
 
+    @property
+    def has_news(self) -> bool:
+        """Tell whether a call would find something, if no other one were quicker."""
+        return bool(self.unread) or not self.queue.empty()
+
     def put(self, columns: Columns) -> None:
         """Append a batch."""
         self.queue.put(columns)

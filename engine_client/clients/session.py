@@ -64,7 +64,7 @@ class Session(Membership):
         self.writer: ArenaWriter | None = None
         self.cancel_exit_hook: Callable[[], object] = lambda: None
         self._on_end = on_end
-        self._reader = ReaderThread(self, f"engine-client-reader-{os.getpid()}")
+        self._reader = ReaderThread(self, f"engine-client-reader-{os.getpid()}", options.spin_us / 1e6)
         self._released = Latch()
         self.is_guest = False  # the engines are another process's, which ends them
         self.lock_step: Group | None = None  # of ranks that step together, and end together

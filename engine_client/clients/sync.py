@@ -172,6 +172,7 @@ class SyncMPClient(SyncUtilities, MPClient):
         fan_out = self._caller.begin(method, ranks)
         try:
             self._caller.send(fan_out, method, args, deadline)
+            self._session.expect()
             return fan_out.wait(deadline)
         finally:
             fan_out.discard()

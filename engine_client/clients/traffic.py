@@ -288,12 +288,18 @@ class Traffic:
         self.refuse_copies()
         self.refuse_to_wait_for_myself()
         self.consumes()
+        if not self.outputs.has_news:
+            self._reader.expect()
         return self.outputs.get(Deadline(timeout), [] if taken is None else taken)
 
     def consumes(self) -> None:
         """Note that the calling thread takes outputs."""
         self._abort_noted()
         self._consumer = threading.get_ident()
+
+    def expect(self) -> None:
+        """Note that the calling thread is about to wait for what an engine sends."""
+        self._reader.expect()
 
     def put_back(self, taken: list[Any]) -> None:
         """Have the next ``get`` deliver what an interrupted one had in hand: other threads' requests may be in it."""

@@ -91,6 +91,7 @@ class BusyLoop:
         ensure_main: runs the client's main module in this process, for payloads that name its objects.
         look_around: called when the engine's code may have started processes, before anybody can know of them.
         pace: that of a rank in lock-step.
+        spin: seconds for which an idle engine polls before it sleeps.
     """
 
     def __init__(  # noqa: PLR0913  # the engine's surroundings, most of them by name
@@ -104,7 +105,9 @@ class BusyLoop:
         ensure_main: Callable[[], None] = lambda: None,
         look_around: Callable[[], None] = lambda: None,
         pace: Pace | None = None,
+        spin: float = 0.0,
     ) -> None:
+        self._spin = spin
         self.state = LoopState.RUNNING
         self.reason = ""
         self._engine = engine
@@ -192,14 +195,25 @@ class BusyLoop:
             self._has_run = False
             self._look_around()
         with self._pace.listening(self._selector):
-            self._wait(None)
+            if not (self._spin and self._poll()):
+                self._wait(None)
 
-    def _wait(self, timeout: float | None) -> None:
-        """Block until there is something to say, at most ``timeout`` seconds and as long as a shutdown may take."""
+    def _poll(self) -> bool:
+        """Look for news for a while; tell whether there are some."""
+        until = time.monotonic() + self._spin
+        while time.monotonic() < until:
+            if self._wait(0.0):
+                return True
+        return False
+
+    def _wait(self, timeout: float | None) -> bool:
+        """Block until there is news, at most ``timeout`` seconds and as long as a shutdown may take; tell which."""
         remaining = self._drain.remaining()
         limits = [limit for limit in (timeout, remaining) if limit is not None]
-        if self._wakeup.fileno() in self._gate.wait(limits):
+        ready = self._gate.wait(limits)
+        if self._wakeup.fileno() in ready:
             self._wakeup.clear()
+        return bool(ready)
 
     def _receive(self) -> None:
         """Read what has arrived; a step does so itself."""

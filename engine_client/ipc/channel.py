@@ -284,7 +284,7 @@ class Channel:
                     self.ended = True
                     break
                 self.received += count
-                frames += [f if type(f) is Frame else self._resolve(f) for f in self._reader.advance(count)]
+                frames += [f if isinstance(f, Frame) else self._resolve(f) for f in self._reader.advance(count)]
                 if self._reader.broken:  # behind frames that were whole, in the same read: nothing more may ever come
                     self._break(RemoteProtocolError(self._reader.broken))
                     break

@@ -52,6 +52,8 @@ class Latch:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is set, at most ``timeout`` seconds; return whether it is."""
+        if self._is_set:
+            return True
         waiter: SimpleQueue[None] = SimpleQueue()
         deadline = Deadline(timeout)
         try:

@@ -82,10 +82,13 @@ class ReaderThread:
     Args:
         handler: told of everything; it must not reference the client, which is to be collectable while this runs.
         name: of the thread.
+        spin: seconds for which the thread polls, and does not sleep, once somebody waits (``expect``).
     """
 
-    def __init__(self, handler: ReaderHandler, name: str) -> None:
+    def __init__(self, handler: ReaderHandler, name: str, spin: float = 0.0) -> None:
         self._handler = handler
+        self._spin = spin
+        self._spin_until = 0.0
         self._wakeup = Wakeup()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._stopping = False
@@ -127,6 +130,16 @@ class ReaderThread:
     def wakeup(self) -> None:
         """Make the thread look for backlogs to flush."""
         self._wakeup.wakeup()
+
+    def expect(self) -> None:
+        """Have the thread poll for what comes next: the caller is about to wait for it, and does nothing else.
+
+        While the caller runs, or another thread, this one cannot poll: they would take turns in the interpreter, and
+        its lock is handed over in milliseconds.  So it begins when somebody waits, and ends with the first frame.
+        """
+        if self._spin:
+            self._spin_until = time.monotonic() + self._spin
+            self._wakeup.wakeup()
 
     def is_alive(self) -> bool:
         """Tell whether the thread runs."""
@@ -180,12 +193,25 @@ class ReaderThread:
     def _wait(self) -> list[tuple[selectors.SelectorKey, int]]:
         self._want_writes()
         limits = [deadline.remaining() or 0.0 for deadline in self._deadlines.values()]
+        if self._spin_until:
+            events = self._poll()
+            if events:
+                return events
         if self._in_a_row >= _MOST_IN_A_ROW:
             time.sleep(_NAP)
         began = time.monotonic()
         events = self._selector.select(min(limits, default=None))
         self._in_a_row = self._in_a_row + 1 if time.monotonic() - began < _HARDLY_WAITED else 0
         return events
+
+    def _poll(self) -> list[tuple[selectors.SelectorKey, int]]:
+        """Look for events until there are some, or it is time to sleep."""
+        while time.monotonic() < self._spin_until:
+            events = self._selector.select(0)
+            if events:
+                return events
+        self._spin_until = 0.0
+        return []
 
     def _serve(self, events: list[tuple[selectors.SelectorKey, int]]) -> None:
         """Serve one round: channels first, then sentinels, then deadlines."""
@@ -247,6 +273,7 @@ class ReaderThread:
         channel = self._channels[rank]
         frames = channel.receive()
         if frames:
+            self._spin_until = 0.0
             self._handler.on_frames(rank, frames)
         if channel.ended and rank in self._channels:
             self._selector.unregister(channel.fileno())

@@ -29,7 +29,7 @@ from typing import Final
 
 from engine_client.ipc.arena_memory import reserve
 
-__all__ = ["MOST_STRAYS", "SPIN_WORDS", "EngineState", "EngineStatus", "StatusReader", "StatusWriter"]
+__all__ = ["MOST_STRAYS", "EngineState", "EngineStatus", "StatusReader", "StatusWriter"]
 
 # Words of eight bytes, by index.
 _STATE: Final = 0
@@ -40,15 +40,11 @@ _STEP_BEGAN_AT: Final = 4  # a float, as the next one
 _LAST_STEP_AT: Final = 5
 _LOG_CLAIMED: Final = 6  # bytes ever written to the ring, before the bytes are there ...
 _LOG_WRITTEN: Final = 7  # ... and after
-_SPIN: Final = 16
 
 _STRAYS: Final = 128  # how many, then for each pid and start
 
 MOST_STRAYS: Final = 128
 """How many processes that left the engine's group the page has room for."""
-
-SPIN_WORDS: Final = 64
-"""How many front-ends have a spin word of their own; further ones share."""
 
 _RING_START: Final = 4096
 _RING_SIZE: Final = 4096
@@ -161,10 +157,6 @@ class StatusWriter:
         """Say how many requests there are, outside of a step."""
         self._words[_COUNTS] = waiting << 32 | running
 
-    def spin(self, front_end: int) -> None:
-        """Change the front-end's spin word: something was just written to its channel."""
-        self._words[_SPIN + front_end % SPIN_WORDS] += 1
-
     def set_strays(self, strays: Sequence[tuple[int, int]]) -> None:
         """Say which processes below the engine have left its process group: pid and start of each."""
         for index, (pid, started) in enumerate(strays[:MOST_STRAYS]):
@@ -254,10 +246,6 @@ class StatusReader:
         """Return how many requests wait and run: ``snapshot`` for a load balancer in a hurry."""
         counts = self._words[_COUNTS]
         return counts >> 32, counts & _COUNT_MASK
-
-    def spin_word(self, front_end: int) -> int:
-        """Return a number that changes whenever something is written to the front-end's channel."""
-        return self._words[_SPIN + front_end % SPIN_WORDS]
 
     def strays(self) -> list[tuple[int, int]]:
         """Return pid and start of the processes below the engine that have left its process group."""

@@ -381,3 +381,17 @@ def test_a_signal_handler_may_ask_for_the_end() -> None:
             signal.signal(signal.SIGUSR1, old)
         r.thread.join(DEADLOCK)
         assert r.reason == "SIGUSR1"
+
+
+def test_an_idle_engine_polls_for_a_while_and_then_sleeps() -> None:
+    """With ``spin`` it looks again and again before it blocks; what comes meanwhile is served."""
+    with rig(spin=0.02) as r:
+        gate = r.loop._gate  # noqa: SLF001
+        limits: list[list[float]] = []
+        wait = gate.wait
+        gate.wait = lambda given: (limits.append(list(given)), wait(given))[1]  # type: ignore[method-assign]
+        r.call(PING)
+        r.call(PING)
+        eventually(lambda: bool(limits) and limits[-1] == [], DEADLOCK)
+        assert limits.count([0.0]) > 10
+        r.call(PING)

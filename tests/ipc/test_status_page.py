@@ -12,7 +12,6 @@ import pytest
 from engine_client.ipc.arena_memory import create_memory
 from engine_client.ipc.status_page import (
     MOST_STRAYS,
-    SPIN_WORDS,
     EngineState,
     EngineStatus,
     StatusReader,
@@ -102,18 +101,6 @@ def test_idle_counts_are_no_step(page):
     assert page.reader.snapshot() == EngineStatus(waiting=2**31, running=5)
 
 
-def test_spin_words_are_per_front_end(page):
-    """A front-end's spin word changes when something is written to it, and only then; far ones share words."""
-    before = [page.reader.spin_word(n) for n in range(SPIN_WORDS)]
-    page.writer.spin(3)
-    changed = [n for n in range(SPIN_WORDS) if page.reader.spin_word(n) != before[n]]
-    assert changed == [3]
-    page.writer.spin(SPIN_WORDS + 4)
-    assert page.reader.spin_word(4) != before[4]
-    page.writer.spin(SPIN_WORDS - 1)
-    assert page.reader.log_lines() == []
-
-
 def test_strays_are_listed_up_to_a_limit(page):
     """Processes that left the engine's group are read as they were written; the last list counts."""
     assert page.reader.strays() == []
@@ -125,7 +112,6 @@ def test_strays_are_listed_up_to_a_limit(page):
     page.writer.set_strays([])
     assert page.reader.strays() == []
     assert page.reader.log_lines() == []
-    assert page.reader.spin_word(SPIN_WORDS - 1) == 0
 
 
 def test_log_lines_arrive_in_order(page):
