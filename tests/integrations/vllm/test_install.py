@@ -2,13 +2,57 @@
 
 from __future__ import annotations
 
+import re
 import signal
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
+from engine_client import ClientOptions
+from engine_client.integrations.vllm import clients
+from engine_client.integrations.vllm.install import install
 from helpers.vllm_scripts import CHAT, GENERATE, HAS_ZMQ, run_vllm, told
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+GUIDE = Path(__file__).parents[3] / "docs" / "drop-in.md"
+
+
+def test_the_last_options_count():
+    """A second ``install()`` replaces the options of the first, and engines in process stay vLLM's."""
+
+    class Interface:
+        @staticmethod
+        def make_client(*args):
+            return "vLLM's"
+
+    def act(name, action):
+        if name.endswith("core_client"):
+            action(SimpleNamespace(EngineCoreClient=Interface))
+
+    config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
+    with (
+        mock.patch("engine_client.integrations.vllm.install.after_import", side_effect=act),
+        mock.patch.object(clients, "EngineCoreClient") as ours,
+    ):
+        install(ClientOptions(ready_timeout=7))
+        install(ClientOptions(ready_timeout=8))
+        assert Interface.make_client(False, False, config, None, True) == "vLLM's"
+        Interface.make_client(True, False, config, None, True)
+        Interface.make_async_mp_client(config, None, True)
+    assert [call.kwargs["options"].ready_timeout for call in ours.make_client.call_args_list] == [8, 8]
+
+
+@pytest.mark.slow
+def test_the_guide(smollm, tmp_path):
+    """The program in the guide runs as it stands there, with the model from a folder."""
+    program = re.search(r"^```py\n(.*?)^```$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[1]
+    assert "HuggingFaceTB/SmolLM2-135M-Instruct" in program
+    program = program.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(smollm))
+    result = run_vllm(tmp_path, program, install=False)
+    told(result)
+    assert "Paris" in result.stdout
 
 
 @pytest.mark.slow
@@ -159,3 +203,22 @@ if __name__ == "__main__":
 """,
     )
     assert told(result) == {"length": 12}
+
+
+@pytest.mark.slow
+def test_a_connector_without_sockets(tmp_path):
+    """A KV connector that keeps blocks in files works: what it has stored is there, and the tokens stay the same."""
+    result = run_vllm(
+        tmp_path,
+        """
+if __name__ == "__main__":
+    from vllm import LLM
+    store = {"kv_connector_extra_config": {"shared_storage_path": sys.argv[1] + "/store"}}
+    llm = LLM(**SETTINGS, kv_transfer_config={"kv_connector": "ExampleConnector", "kv_role": "kv_both", **store})
+    prompt = {"prompt_token_ids": [5 + number % 300 for number in range(400)]}
+    first, second = ([list(o.outputs[0].token_ids) for o in llm.generate([prompt], params(), use_tqdm=False)]
+                     for _ in range(2) if llm.reset_prefix_cache())
+    tell(same=first == second, files=sum(len(files) for _, _, files in os.walk(sys.argv[1] + "/store")) > 0)
+""",
+    )
+    assert told(result) == {"same": True, "files": True}

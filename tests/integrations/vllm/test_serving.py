@@ -228,7 +228,9 @@ def test_two_ranks_and_an_interrupt(smollm, tmp_path):
         eventually(lambda: server.metrics("vllm:num_requests_running") == [2, 2], 30)
         server.interrupt()
         for stream in streams:
-            assert stream.read().decode().rstrip().endswith("data: [DONE]")
+            *_, last, done = stream.read().decode().split("\n\n")[:-1]
+            assert done == "data: [DONE]"
+            assert "the engine client is closed" in json.loads(last.removeprefix("data: "))["error"]["message"]
 
 
 @pytest.mark.slow
