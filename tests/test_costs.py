@@ -1,0 +1,106 @@
+"""What the hot paths cost, in calls of functions: a number that does not depend on the machine, or on what else runs.
+
+A limit is a little above what was counted when it was set.  Whoever passes one has made a path longer: is that worth it?
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine_client import EngineCoreOutput, EngineCoreOutputs
+from engine_client.clients.in_flight import InFlight
+from engine_client.protocol.batch import decode_columns, encode_outputs
+from helpers.clients import make_request, scripted_client
+from helpers.engines import add, make_core, step
+
+LONG = 1_000_000
+
+
+def calls_of(function: Callable[[], Any]) -> int:
+    """Return how many functions, of Python and of C, this thread calls meanwhile."""
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    old = sys.getprofile()
+    gc.disable()  # a finalizer in between would count
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(old)
+        gc.enable()
+    return count
+
+
+def test_a_request_costs_the_same_however_many_are_in_flight() -> None:
+    """Checked, encoded and written by a hundred calls, be there one other or a thousand."""
+    with scripted_client() as client:
+        client.pause_scheduler("keep")  # nothing is read meanwhile
+        costs = []
+        for count in (1, 200, 1000):
+            for number in range(count):
+                client.add_request(make_request(f"{count}-{number}", LONG))
+            request = make_request(f"{count}", LONG)
+            costs.append(calls_of(lambda: client.add_request(request)))  # noqa: B023  # called at once
+    assert max(costs) - min(costs) <= 2, costs
+    assert max(costs) <= 120, costs
+
+
+def test_a_call_costs_little() -> None:
+    """What the calling thread does for a utility and its answer."""
+    with scripted_client() as client:
+        client.call_utility("echo", 1)
+        assert min(calls_of(lambda: client.call_utility("echo", 1)) for _ in range(3)) <= 150
+
+
+def batch(rows: int) -> tuple[EngineCoreOutputs, dict[str, int], InFlight]:
+    """Return a step's outputs of a token each, the keys that they travel under, and the client's table of them."""
+    table = InFlight()
+    keys = {f"r{row}": table.add(f"r{row}") for row in range(rows)}
+    return EngineCoreOutputs(0, [EngineCoreOutput(name, [7]) for name in keys]), keys, table
+
+
+def per_row(cost: Callable[[int], int]) -> float:
+    """Return what one row more costs."""
+    return (cost(512) - cost(256)) / 256
+
+
+def test_a_token_costs_a_handful_of_calls_on_each_side() -> None:
+    """Encoded, and made an output again; everything else of a frame is paid once a step."""
+
+    def encode(rows: int) -> int:
+        outputs, keys, _ = batch(rows)
+        return calls_of(lambda: encode_outputs(outputs, keys))
+
+    def decode(rows: int) -> int:
+        outputs, keys, table = batch(rows)
+        frame, _ = encode_outputs(outputs, keys)
+        assert frame is not None
+        return calls_of(lambda: table.outputs(decode_columns(frame)))
+
+    assert per_row(encode) <= 8
+    assert per_row(decode) <= 4
+    assert encode(1) <= 60
+    assert decode(1) <= 40
+
+
+@pytest.mark.parametrize("running", [1, 64])
+def test_a_step_of_the_scheduler_costs_the_same_however_many_wait(running: int) -> None:
+    """It looks at those that wait only when there is room for one."""
+
+    def cost(waiting: int) -> int:
+        core = make_core(max_num_seqs=running)
+        for number in range(running + waiting):
+            add(core, f"r{number}", [1], max_tokens=50)
+        step(core)
+        return calls_of(lambda: step(core))
+
+    assert abs(cost(1000) - cost(1)) <= 2
