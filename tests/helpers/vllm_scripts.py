@@ -65,14 +65,36 @@ def generate(llm, **values):
 """What the scripts have in common.  vLLM is not imported yet."""
 
 GENERATE: Final = """
+def logprobs_of(steps):
+    return [step and {str(token): [value.logprob, value.rank] for token, value in step.items()} for step in steps or []]
+
+def row(output):
+    parts = [[part.finish_reason, part.stop_reason, list(part.token_ids), logprobs_of(part.logprobs)]
+             for part in output.outputs]
+    return [parts, logprobs_of(output.prompt_logprobs), output.num_cached_tokens]
+
+def kinds(llm, stop):
+    from vllm import SamplingParams
+    plain = dict(ignore_eos=True, detokenize=False)
+    greedy = dict(plain, temperature=0, max_tokens=4)
+    chosen = [SamplingParams(**greedy, logprobs=3, prompt_logprobs=2), SamplingParams(**greedy, stop_token_ids=[stop]),
+              SamplingParams(**greedy, logit_bias={7: 50.0}), SamplingParams(**greedy, allowed_token_ids=[8, 9]),
+              SamplingParams(temperature=1, seed=5, n=3, max_tokens=6, **plain),
+              SamplingParams(temperature=0.8, seed=7, top_p=0.9, top_k=40, repetition_penalty=2, max_tokens=9, **plain)]
+    long = [{"prompt_token_ids": [number % 500 for number in range(3000)]}]
+    runs = [(PROMPTS, params) for params in chosen]
+    runs += [(long, SamplingParams(**greedy, prompt_logprobs=5)), (long, SamplingParams(**greedy))]
+    return [[row(output) for output in llm.generate(*run, use_tqdm=False)] for run in runs]
+
 if __name__ == "__main__":
     from vllm import LLM
     llm = LLM(**SETTINGS)
-    tell(tokens=generate(llm), client=type(llm.llm_engine.engine_core).__module__)
+    tokens = generate(llm)
+    tell(tokens=tokens, kinds=kinds(llm, tokens[0][2]), client=type(llm.llm_engine.engine_core).__module__)
     import zmq
     tell(stub=zmq.__spec__.origin == "engine_client")
 """
-"""Greedy tokens of the tiny model, and who has carried them."""
+"""What the tiny model generates: greedy tokens, other kinds of outputs, and who has carried them."""
 
 CHAT: Final = """
 if __name__ == "__main__":

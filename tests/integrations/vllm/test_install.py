@@ -62,6 +62,7 @@ def test_the_same_tokens_as_in_process(dummy_answers, tmp_path):
     assert inside["client"] == "vllm.v1.engine.core_client"
     assert dummy_answers["client"] == "engine_client.clients.sync"
     assert dummy_answers["tokens"] == inside["tokens"]
+    assert dummy_answers["kinds"] == inside["kinds"]
     assert [len(tokens) for tokens in inside["tokens"]] == [12] * 4
     assert inside["stub"] is dummy_answers["stub"] is not HAS_ZMQ
 

@@ -18,7 +18,9 @@ def told_by_vllm(folder, source, **options):
 def test_the_same_tokens_as_over_zmq(dummy_answers, tmp_path):
     """``LLM.generate`` gives the tokens that it gives with vLLM's own client."""
     assert dummy_answers["client"] == "engine_client.clients.sync"
-    assert dummy_answers["tokens"] == told_by_vllm(tmp_path, GENERATE)["tokens"]
+    theirs = told_by_vllm(tmp_path, GENERATE)
+    assert dummy_answers["tokens"] == theirs["tokens"]
+    assert dummy_answers["kinds"] == theirs["kinds"]
 
 
 @pytest.mark.slow
