@@ -136,26 +136,6 @@ if __name__ == "__main__":
     result.check(-signal.SIGKILL, stderr=result.stderr)
 
 
-EMBEDDINGS = """
-if __name__ == "__main__":
-    import torch
-    from vllm import LLM
-    llm = LLM(**SETTINGS, enable_prompt_embeds=True)
-    torch.manual_seed(3)
-    prompts = [{"prompt_embeds": torch.randn(600, 64)}]
-    outputs = llm.generate(prompts, params(), use_tqdm=False)
-    tell(tokens=list(outputs[0].outputs[0].token_ids))
-"""
-
-
-@pytest.mark.slow
-def test_prompt_embeddings(tmp_path):
-    """Prompt embeddings, larger than what the pipe carries, arrive equal: the model goes on from them as in process."""
-    inside = told(run_vllm(tmp_path, EMBEDDINGS, env=IN_PROCESS))
-    assert told(run_vllm(tmp_path, EMBEDDINGS)) == inside
-    assert len(inside["tokens"]) == 12
-
-
 @pytest.mark.slow
 @pytest.mark.crash
 def test_a_kill_at_the_start(tmp_path):
