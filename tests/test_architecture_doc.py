@@ -8,7 +8,7 @@ import pytest
 
 from engine_client.engine import busy_loop
 from engine_client.protocol import lifecycle, waves
-from engine_client.protocol.framing import Kind
+from engine_client.protocol.frames import Kind
 from helpers.tree import MODULES, TESTS, Module
 
 TEXT = (TESTS.parent / "ARCHITECTURE.md").read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 """What the hot paths cost, in calls of functions: a number that does not depend on the machine, or on what else runs.
 
-A limit is a little above what was counted when it was set.  Whoever passes one has made a path longer: is that worth it?
+A limit is a little above what was counted when it was set.  Whoever passes one has made a path longer: is it worth it?
 """
 
 from __future__ import annotations

@@ -21,18 +21,20 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from engine_client.clients.aio_streams import AsyncOutputStream, next_outputs
+from engine_client.clients.endings import OVER_TIMEOUT
 from engine_client.clients.events import EngineEvent
 from engine_client.clients.fan_out import LARGE_REPLY, FanOut
 from engine_client.clients.link import EngineLink
 from engine_client.clients.mailbox import Mailboxes
 from engine_client.clients.mp import MPClient
 from engine_client.clients.router import LinkClosedError
-from engine_client.clients.traffic import OVER_TIMEOUT, LinkGoneError
+from engine_client.clients.traffic import LinkGoneError
 from engine_client.clients.utilities import AsyncUtilities
 from engine_client.config import ClientOptions
 from engine_client.deadline import Deadline, check_timeout
 from engine_client.messages import EngineCoreOutputs, EngineCoreRequest
-from engine_client.protocol.wire import PING, Frame
+from engine_client.protocol.frames import Frame
+from engine_client.protocol.wire import PING
 
 __all__ = ["AsyncMPClient"]
 

@@ -15,7 +15,8 @@ from engine_client.clients.fan_out import FanOut
 from engine_client.clients.link import EngineLink
 from engine_client.clients.traffic import LinkGoneError, Traffic
 from engine_client.deadline import Deadline
-from engine_client.protocol.wire import Frame, encode_utility
+from engine_client.protocol.frames import Frame
+from engine_client.protocol.wire import encode_utility
 
 __all__ = ["Caller"]
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 
+from engine_client.clients.endings import EXIT_TIMEOUT
 from engine_client.clients.link import EngineLink
-from engine_client.clients.traffic import EXIT_TIMEOUT, Traffic
+from engine_client.clients.traffic import Traffic
 from engine_client.deadline import Deadline
 from engine_client.errors import RemoteCallError
-from engine_client.protocol.framing import Flag, Kind
+from engine_client.protocol.frames import Flag, Frame, Kind
 from engine_client.protocol.lifecycle import Action
-from engine_client.protocol.wire import Frame, decode_dead, decode_text
+from engine_client.protocol.wire import decode_dead, decode_text
 
 __all__ = ["deliver"]
 

@@ -32,7 +32,7 @@ from engine_client.deadline import Deadline
 from engine_client.errors import EngineDeadError
 from engine_client.ipc.latch import LONGEST_SLEEP, Latch
 from engine_client.messages import EngineCoreReadyResponse
-from engine_client.protocol.framing import Kind
+from engine_client.protocol.frames import Kind
 from engine_client.protocol.wire import PING, encode_text
 
 __all__ = ["Elastic"]

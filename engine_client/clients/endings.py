@@ -15,7 +15,26 @@ from engine_client.ipc.exits import exit_name
 from engine_client.ipc.processes import memory_hint
 from engine_client.protocol.exception_fields import cut, text_of
 
-__all__ = ["Ending", "closed_ending", "death_of", "explain_exit", "name_and_text", "owner_of_fork"]
+__all__ = [
+    "EXIT_TIMEOUT",
+    "JOIN_TIMEOUT",
+    "OVER_TIMEOUT",
+    "Ending",
+    "closed_ending",
+    "death_of",
+    "explain_exit",
+    "name_and_text",
+    "owner_of_fork",
+]
+
+EXIT_TIMEOUT: Final = 1.0
+"""Seconds that an engine has to end after its last word or the end of its stream, before it is killed."""
+
+JOIN_TIMEOUT: Final = 2.0
+"""Seconds to wait for the reader and for a concurrent close."""
+
+OVER_TIMEOUT: Final = EXIT_TIMEOUT + JOIN_TIMEOUT
+"""Seconds in which the reader has said how an engine died that took nothing any more."""
 
 _LONGEST_TEXT: Final = 65_536
 """Characters of an exception's text in a message; the exception itself has all of it."""

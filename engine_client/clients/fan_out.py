@@ -17,7 +17,8 @@ from engine_client.clients.link import EngineLink
 from engine_client.deadline import Deadline
 from engine_client.errors import EngineStalledError, RemoteCallError
 from engine_client.protocol.exception_fields import text_of
-from engine_client.protocol.wire import Frame, decode_reply
+from engine_client.protocol.frames import Frame
+from engine_client.protocol.wire import decode_reply
 
 __all__ = ["LARGE_REPLY", "FanOut", "value_of"]
 

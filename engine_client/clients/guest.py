@@ -22,7 +22,7 @@ from engine_client.ipc.foreign import ForeignHandle
 from engine_client.ipc.group import Group
 from engine_client.ipc.status_page import StatusReader
 from engine_client.ipc.user_main import describe_main
-from engine_client.protocol.framing import Kind
+from engine_client.protocol.frames import Kind
 from engine_client.protocol.lifecycle import State
 from engine_client.protocol.wire import encode_text
 

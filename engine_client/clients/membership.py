@@ -19,10 +19,10 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from engine_client.clients.endings import Ending
+from engine_client.clients.endings import JOIN_TIMEOUT, Ending
 from engine_client.clients.events import EngineEvent, Events
 from engine_client.clients.link import EngineLink
-from engine_client.clients.traffic import JOIN_TIMEOUT, Traffic
+from engine_client.clients.traffic import Traffic
 from engine_client.config import ClientOptions
 from engine_client.deadline import Deadline
 from engine_client.ipc.latch import Latch

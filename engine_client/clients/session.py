@@ -23,10 +23,9 @@ from functools import partial
 from typing import Final
 
 from engine_client.clients.delivery import deliver
-from engine_client.clients.endings import Ending, closed_ending, death_of
+from engine_client.clients.endings import EXIT_TIMEOUT, JOIN_TIMEOUT, Ending, closed_ending, death_of
 from engine_client.clients.link import EngineLink
 from engine_client.clients.membership import Membership
-from engine_client.clients.traffic import EXIT_TIMEOUT, JOIN_TIMEOUT
 from engine_client.config import ClientOptions, shutdown_grace
 from engine_client.deadline import Deadline
 from engine_client.errors import RemoteProtocolError
@@ -35,9 +34,9 @@ from engine_client.ipc.group import Group
 from engine_client.ipc.handle import ChildHandle
 from engine_client.ipc.latch import Latch
 from engine_client.ipc.reader import ReaderThread, is_reader_thread
-from engine_client.protocol.framing import Kind
+from engine_client.protocol.frames import Frame, Kind
 from engine_client.protocol.lifecycle import Action, Event
-from engine_client.protocol.wire import Frame, encode_text
+from engine_client.protocol.wire import encode_text
 
 __all__ = ["Session"]
 

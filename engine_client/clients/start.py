@@ -35,10 +35,9 @@ from engine_client.ipc.launcher import launch
 from engine_client.ipc.processes import memory_hint
 from engine_client.ipc.status_page import StatusReader
 from engine_client.messages import EngineCoreReadyResponse
-from engine_client.protocol.framing import Kind
+from engine_client.protocol.frames import Frame, Kind
 from engine_client.protocol.wire import (
     PROTOCOL_VERSION,
-    Frame,
     Init,
     decode_dead,
     decode_ready,

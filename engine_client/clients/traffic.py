@@ -23,11 +23,11 @@ from array import array
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from engine_client.clients.aborts import Aborts
 from engine_client.clients.calls import PendingCalls
-from engine_client.clients.endings import Ending, closed_ending, owner_of_fork
+from engine_client.clients.endings import OVER_TIMEOUT, Ending, closed_ending, owner_of_fork
 from engine_client.clients.in_flight import InFlight, check_request
 from engine_client.clients.link import EngineLink
 from engine_client.clients.outputs import OutputQueue
@@ -42,20 +42,12 @@ from engine_client.ipc.reader import ReaderThread
 from engine_client.messages import EngineCoreOutputs
 from engine_client.protocol.batch import Columns, decode_columns, failed_batch
 from engine_client.protocol.exception_fields import text_of
-from engine_client.protocol.wire import Frame, encode_abort, encode_add
+from engine_client.protocol.frames import Frame
+from engine_client.protocol.wire import encode_abort, encode_add
 
-__all__ = ["EXIT_TIMEOUT", "JOIN_TIMEOUT", "OVER_TIMEOUT", "LinkGoneError", "Traffic"]
+__all__ = ["LinkGoneError", "Traffic"]
 
 _log = logging.getLogger("engine_client.session")
-
-EXIT_TIMEOUT: Final = 1.0
-"""Seconds that an engine has to end after its last word or the end of its stream, before it is killed."""
-
-JOIN_TIMEOUT: Final = 2.0
-"""Seconds to wait for the reader and for a concurrent close."""
-
-OVER_TIMEOUT: Final = EXIT_TIMEOUT + JOIN_TIMEOUT
-"""Seconds in which the reader has said how an engine died that took nothing any more."""
 
 
 class LinkGoneError(Exception):
@@ -289,7 +281,7 @@ class Traffic:
         self.refuse_to_wait_for_myself()
         self.consumes()
         if not self.outputs.has_news:
-            self._reader.expect()
+            self.expect()
         return self.outputs.get(Deadline(timeout), [] if taken is None else taken)
 
     def consumes(self) -> None:

@@ -40,9 +40,9 @@ from engine_client.ipc.status_page import StatusWriter
 from engine_client.ipc.user_main import decoding
 from engine_client.ipc.wakeup import Wakeup
 from engine_client.messages import EngineCoreOutputs
-from engine_client.protocol.framing import Flag, Kind
+from engine_client.protocol.frames import Flag, Frame, Kind
 from engine_client.protocol.waves import Action
-from engine_client.protocol.wire import Frame, decode_add, decode_utility
+from engine_client.protocol.wire import decode_add, decode_utility
 
 __all__ = ["TRANSITIONS", "BusyLoop", "LoopState"]
 
@@ -195,25 +195,13 @@ class BusyLoop:
             self._has_run = False
             self._look_around()
         with self._pace.listening(self._selector):
-            if not (self._spin and self._poll()):
-                self._wait(None)
+            self._wait(None, self._spin)
 
-    def _poll(self) -> bool:
-        """Look for news for a while; tell whether there are some."""
-        until = time.monotonic() + self._spin
-        while time.monotonic() < until:
-            if self._wait(0.0):
-                return True
-        return False
-
-    def _wait(self, timeout: float | None) -> bool:
-        """Block until there is news, at most ``timeout`` seconds and as long as a shutdown may take; tell which."""
-        remaining = self._drain.remaining()
-        limits = [limit for limit in (timeout, remaining) if limit is not None]
-        ready = self._gate.wait(limits)
-        if self._wakeup.fileno() in ready:
+    def _wait(self, timeout: float | None, spin: float = 0.0) -> None:
+        """Block until there is news, at most ``timeout`` seconds and as long as a shutdown may take."""
+        limits = [limit for limit in (timeout, self._drain.remaining()) if limit is not None]
+        if self._wakeup.fileno() in self._gate.wait(limits, spin):
             self._wakeup.clear()
-        return bool(ready)
 
     def _receive(self) -> None:
         """Read what has arrived; a step does so itself."""
@@ -229,9 +217,7 @@ class BusyLoop:
                 front_end.flush()
             if self._gate.is_lost(front_end):
                 self._drop(front_end)
-        outputs = self._engine.take_outputs()
-        if outputs:
-            self._send_outputs(outputs)
+        self._send_outputs(self._engine.take_outputs())
         self._calls.answer_ready()
 
     def _read_aborts(self) -> None:
@@ -284,9 +270,7 @@ class BusyLoop:
         self._look_around()
         self._has_run = False
         self._tell_pause()
-        outputs = self._engine.take_outputs()
-        if outputs:
-            self._send_outputs(outputs)
+        self._send_outputs(self._engine.take_outputs())
 
     def _tell_pause(self) -> None:
         """Say on the status page whether the engine sleeps or is paused; only a utility changes that."""

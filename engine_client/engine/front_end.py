@@ -24,8 +24,8 @@ from engine_client.ipc.channel import Channel
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from engine_client.protocol.batch import encode_outputs
 from engine_client.protocol.exception_fields import cut, text_of
-from engine_client.protocol.framing import Kind
-from engine_client.protocol.wire import Frame, decode_abort, encode_dead, encode_reply, encode_text
+from engine_client.protocol.frames import Frame, Kind
+from engine_client.protocol.wire import decode_abort, encode_dead, encode_reply, encode_text
 
 __all__ = ["FrontEnd", "drain_all"]
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from engine_client.engine.front_end import FrontEnd
-from engine_client.protocol.wire import Frame, decode_text
+from engine_client.protocol.frames import Frame
+from engine_client.protocol.wire import decode_text
 
 __all__ = ["Gate"]
 
@@ -46,8 +47,12 @@ class Gate:
         """Return those that are not gone; one that goes meanwhile may be among them."""
         return iter(self._connected)
 
-    def wait(self, limits: list[float]) -> list[int]:
+    def wait(self, limits: list[float], spin: float = 0.0) -> list[int]:
         """Block until something arrives or can be written, at most as long as the shortest limit (seconds).
+
+        Args:
+            limits: at the end of any of them the wait ends.
+            spin: seconds to poll before the thread sleeps.
 
         Returns:
             The descriptors that are ready.
@@ -56,7 +61,16 @@ class Gate:
             self._watch(front_end)
             if self._is_overdue(front_end):
                 limits.append(_STALL_LIMIT)
-        return [key.fd for key, _ in self._selector.select(min(limits, default=None))]
+        events = self._poll(spin) if spin else []
+        return [key.fd for key, _ in events or self._selector.select(min(limits, default=None))]
+
+    def _poll(self, spin: float) -> list[tuple[selectors.SelectorKey, int]]:
+        until = time.monotonic() + spin
+        while time.monotonic() < until:
+            events = self._selector.select(0)
+            if events:
+                return events
+        return []
 
     def _watch(self, front_end: FrontEnd) -> None:
         wanted = front_end.channel.wants_write

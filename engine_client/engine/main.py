@@ -37,9 +37,8 @@ from engine_client.ipc.group_page import GroupMember
 from engine_client.ipc.status_page import EngineState, StatusWriter
 from engine_client.ipc.user_main import decoding, ensure_main, importable
 from engine_client.protocol.codec import loads
-from engine_client.protocol.framing import Kind
+from engine_client.protocol.frames import Frame, Kind
 from engine_client.protocol.wire import (
-    Frame,
     Init,
     decode_init,
     encode_failed,

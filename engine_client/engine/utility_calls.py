@@ -19,7 +19,8 @@ from functools import partial
 from typing import Any
 
 from engine_client.engine.front_end import FrontEnd
-from engine_client.protocol.wire import PING, Frame
+from engine_client.protocol.frames import Frame
+from engine_client.protocol.wire import PING
 
 __all__ = ["UtilityCalls"]
 

@@ -44,7 +44,7 @@ from engine_client.ipc.arena_table import (
     party_of,
     slot_of,
 )
-from engine_client.protocol.framing import Segment
+from engine_client.protocol.frames import Segment
 
 __all__ = ["MAX_PARTIES", "ArenaReader", "ArenaWriter", "create_memory"]
 

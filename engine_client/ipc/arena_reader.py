@@ -36,7 +36,7 @@ from engine_client.ipc.arena_table import (
     prefault,
     slot_of,
 )
-from engine_client.protocol.framing import Segment
+from engine_client.protocol.frames import Segment
 
 __all__ = ["ArenaReader"]
 

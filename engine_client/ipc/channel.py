@@ -33,7 +33,8 @@ from engine_client.errors import RemoteProtocolError
 from engine_client.interfaces import Buffer
 from engine_client.ipc.arena import ArenaReader, ArenaWriter
 from engine_client.ipc.outgoing import Backlog, Outgoing
-from engine_client.protocol.framing import Frame, FrameReader, Kind, RawFrame, Segment, pack_prefix
+from engine_client.protocol.frames import Frame, Kind, RawFrame, Segment
+from engine_client.protocol.framing import FrameReader, pack_prefix
 
 __all__ = ["Channel"]
 

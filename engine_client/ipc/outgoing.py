@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from engine_client.interfaces import Buffer
-from engine_client.protocol.framing import Segment
+from engine_client.protocol.frames import Segment
 
 __all__ = ["Backlog", "Outgoing"]
 

@@ -30,7 +30,7 @@ from typing import Any, Final, Protocol
 from engine_client.deadline import Deadline
 from engine_client.ipc.channel import Channel
 from engine_client.ipc.wakeup import Wakeup
-from engine_client.protocol.wire import Frame
+from engine_client.protocol.frames import Frame
 
 __all__ = ["ReaderHandler", "ReaderThread", "is_reader_thread"]
 

@@ -30,9 +30,9 @@ from typing import Any, Final, NamedTuple
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from engine_client.protocol.codec import dumps
 from engine_client.protocol.exception_fields import text_of
-from engine_client.protocol.framing import Flag, Kind
+from engine_client.protocol.frames import Flag, Frame, Kind
 from engine_client.protocol.output_fields import comparison, set_fields
-from engine_client.protocol.wire import Frame, load_frame
+from engine_client.protocol.wire import load_frame
 
 __all__ = [
     "Columns",

@@ -32,7 +32,7 @@ from typing import Any, Final, NamedTuple
 
 from engine_client.errors import SerializationError
 from engine_client.protocol import arrays
-from engine_client.protocol.framing import MAX_SEGMENTS
+from engine_client.protocol.frames import MAX_SEGMENTS
 
 __all__ = ["Payload", "are_plain", "dumps", "dumps_plain", "loads"]
 

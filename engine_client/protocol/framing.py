@@ -21,32 +21,18 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from engine_client.errors import LocalProtocolError, RemoteProtocolError
+from engine_client.protocol.frames import INLINE, MAX_SEGMENTS, Flag, Frame, Kind, RawFrame, Segment
 
-__all__ = [
-    "INLINE",
-    "MAX_FRAME",
-    "MAX_SEGMENTS",
-    "Flag",
-    "Frame",
-    "FrameReader",
-    "Kind",
-    "RawFrame",
-    "Segment",
-    "pack_prefix",
-]
+__all__ = ["MAX_FRAME", "FrameReader", "pack_prefix"]
 
 _PREFIX: Final = struct.Struct("<4sBBHQQ")
 _ENTRY: Final = struct.Struct("<QqQ")
 _PREFIX_SIZE: Final = _PREFIX.size
 _MAGIC: Final = b"ECF1"
 
-INLINE: Final = -1
-"""The offset of a segment whose bytes are in the frame itself."""
-MAX_SEGMENTS: Final = 0xFFFF
-"""Most segments in a frame: what the prefix can count."""
 MAX_FRAME: Final = 64 << 30
 """Default limit for the bytes of one frame, far above what a machine holds."""
 
@@ -59,77 +45,9 @@ _GROWTH: Final = 16 << 20
 _NOTHING: Final = memoryview(b"")
 
 
-class Kind(enum.IntEnum):
-    """What a frame is about."""
-
-    HELLO = 1
-    INIT = 2
-    STATUS = 3
-    READY = 4
-    FAILED = 5
-    ADD = 6
-    ABORT = 7
-    UTILITY = 8
-    SHUTDOWN = 9
-    OUTPUTS = 10
-    REPLY = 11
-    DEAD = 12
-    GOODBYE = 13
-    ATTACH = 14
-
-
-class Flag(enum.IntFlag):
-    """Properties of a frame that its receiver must know before it decodes the header."""
-
-    NEEDS_MAIN = 1
-    """The header names objects of the sender's ``__main__``."""
-    FAILED = 2
-    """A REPLY that carries an exception."""
-    NESTED = 4
-    """An OUTPUTS with values: the plain part of its header can be decoded where they cannot."""
-
-
 _FIRST_KIND: Final = int(min(Kind))
 _LAST_KIND: Final = int(max(Kind))
 _UNKNOWN_FLAGS: Final = 0xFF & ~sum(Flag)
-
-
-class Segment(NamedTuple):
-    """The place of one buffer: ``offset`` in the arena and the ``stamp`` of its block, or ``INLINE`` and 0."""
-
-    length: int
-    offset: int = INLINE
-    stamp: int = 0
-
-
-class Frame(NamedTuple):
-    """One frame with its buffers resolved; ``error`` says why they could not be, and then they are empty."""
-
-    kind: int
-    flags: int
-    ref: int
-    header: bytes | memoryview
-    buffers: Sequence[memoryview] = ()
-    error: BaseException | None = None
-
-    @property
-    def size(self) -> int:
-        """Return the bytes of header and buffers."""
-        return len(self.header) + sum(view.nbytes for view in self.buffers)
-
-
-class RawFrame(NamedTuple):
-    """One frame with segments, which are still to be resolved.
-
-    ``inline`` holds a view of each inline segment in order; each starts at offset 0 of a bytearray of its own.
-    """
-
-    kind: int
-    flags: int
-    ref: int
-    header: bytes | memoryview
-    segments: list[Segment]
-    inline: list[memoryview]
 
 
 def pack_prefix(kind: int, flags: int, ref: int, header_length: int, segments: Sequence[Segment] = ()) -> bytes:

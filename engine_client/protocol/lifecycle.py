@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from engine_client.errors import LocalProtocolError, RemoteProtocolError
-from engine_client.protocol.framing import Kind
+from engine_client.protocol.frames import Kind
 
 __all__ = ["FROM_CLIENT", "FROM_ENGINE", "TRANSITIONS", "Action", "Event", "Lifecycle", "Move", "State"]
 

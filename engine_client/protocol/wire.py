@@ -25,12 +25,11 @@ from typing import Any, Final
 from engine_client.messages import EngineCoreReadyResponse, EngineCoreRequest
 from engine_client.params import SamplingParams
 from engine_client.protocol.codec import Payload, are_plain, dumps, dumps_plain, loads
-from engine_client.protocol.framing import Flag, Frame, Kind
+from engine_client.protocol.frames import Flag, Frame, Kind
 
 __all__ = [
     "PING",
     "PROTOCOL_VERSION",
-    "Frame",
     "Init",
     "decode_abort",
     "decode_add",

@@ -10,7 +10,7 @@ import pytest
 from engine_client import ClosedError, EngineDeadError
 from engine_client.clients.caller import Caller
 from engine_client.deadline import Deadline
-from engine_client.protocol.framing import Kind
+from engine_client.protocol.frames import Kind
 from engine_client.protocol.wire import decode_utility, encode_reply
 from helpers.calls import call, played_session, received
 from helpers.timing import DEADLOCK, eventually, took_at_most

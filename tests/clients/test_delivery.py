@@ -12,8 +12,8 @@ from engine_client.clients.delivery import deliver
 from engine_client.clients.session import Session
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs
 from engine_client.protocol.batch import encode_outputs
-from engine_client.protocol.framing import Flag, Kind
-from engine_client.protocol.wire import Frame, encode_dead, encode_reply, encode_text
+from engine_client.protocol.frames import Flag, Frame, Kind
+from engine_client.protocol.wire import encode_dead, encode_reply, encode_text
 from helpers.calls import call, played_session
 from helpers.clients import make_request
 from helpers.peers import Peer

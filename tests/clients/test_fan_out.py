@@ -12,8 +12,8 @@ from engine_client import EngineStalledError, RemoteCallError
 from engine_client.clients.calls import PendingCalls
 from engine_client.clients.fan_out import FanOut, value_of
 from engine_client.deadline import Deadline
-from engine_client.protocol.framing import Kind
-from engine_client.protocol.wire import Frame, encode_reply
+from engine_client.protocol.frames import Frame, Kind
+from engine_client.protocol.wire import encode_reply
 from helpers.timing import DEADLOCK
 
 

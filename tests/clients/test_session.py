@@ -26,9 +26,8 @@ from engine_client.deadline import Deadline
 from engine_client.errors import RemoteProtocolError
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs
 from engine_client.protocol.batch import encode_outputs
-from engine_client.protocol.framing import Flag, Kind
+from engine_client.protocol.frames import Flag, Frame, Kind
 from engine_client.protocol.wire import (
-    Frame,
     decode_abort,
     encode_dead,
     encode_reply,

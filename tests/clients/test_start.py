@@ -17,9 +17,8 @@ from engine_client.errors import RemoteProtocolError
 from engine_client.ipc.arena import ArenaWriter, create_memory
 from engine_client.messages import EngineCoreReadyResponse
 from engine_client.protocol.codec import dumps
-from engine_client.protocol.framing import Kind
+from engine_client.protocol.frames import Frame, Kind
 from engine_client.protocol.wire import (
-    Frame,
     Init,
     decode_init,
     encode_failed,

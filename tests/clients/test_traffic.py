@@ -24,8 +24,8 @@ from engine_client.deadline import Deadline
 from engine_client.errors import LocalProtocolError
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs
 from engine_client.protocol.batch import encode_outputs
-from engine_client.protocol.framing import Kind
-from engine_client.protocol.wire import Frame, decode_abort, encode_reply
+from engine_client.protocol.frames import Frame, Kind
+from engine_client.protocol.wire import decode_abort, encode_reply
 from helpers.calls import call, played_session, received
 from helpers.clients import make_request
 from helpers.peers import Peer

@@ -23,10 +23,9 @@ from engine_client.interfaces import EngineContext
 from engine_client.ipc.arena import create_memory
 from engine_client.ipc.channel import Channel
 from engine_client.ipc.status_page import StatusReader, StatusWriter
-from engine_client.protocol.framing import Flag, Kind
+from engine_client.protocol.frames import Flag, Frame, Kind
 from engine_client.protocol.wire import (
     PING,
-    Frame,
     decode_reply,
     decode_text,
     encode_abort,
@@ -386,12 +385,12 @@ def test_a_signal_handler_may_ask_for_the_end() -> None:
 def test_an_idle_engine_polls_for_a_while_and_then_sleeps() -> None:
     """With ``spin`` it looks again and again before it blocks; what comes meanwhile is served."""
     with rig(spin=0.02) as r:
-        gate = r.loop._gate  # noqa: SLF001
-        limits: list[list[float]] = []
-        wait = gate.wait
-        gate.wait = lambda given: (limits.append(list(given)), wait(given))[1]  # type: ignore[method-assign]
+        selector = r.loop._selector  # noqa: SLF001
+        timeouts: list[float | None] = []
+        select = selector.select
+        selector.select = lambda timeout=None: (timeouts.append(timeout), select(timeout))[1]  # type: ignore[method-assign]
         r.call(PING)
         r.call(PING)
-        eventually(lambda: bool(limits) and limits[-1] == [], DEADLOCK)
-        assert limits.count([0.0]) > 10
+        eventually(lambda: bool(timeouts) and timeouts[-1] is None, DEADLOCK)
+        assert timeouts.count(0) > 10
         r.call(PING)

@@ -16,8 +16,14 @@ from engine_client.engine.front_end import FrontEnd, drain_all
 from engine_client.errors import SerializationError
 from engine_client.ipc.channel import Channel
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
-from engine_client.protocol.framing import Kind
-from engine_client.protocol.wire import Frame, decode_dead, decode_reply, decode_text, encode_abort, encode_text
+from engine_client.protocol.frames import Frame, Kind
+from engine_client.protocol.wire import (
+    decode_dead,
+    decode_reply,
+    decode_text,
+    encode_abort,
+    encode_text,
+)
 from helpers.transport import columns_of
 
 

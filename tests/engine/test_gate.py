@@ -16,7 +16,7 @@ from engine_client.engine import gate as gate_module
 from engine_client.engine.front_end import FrontEnd
 from engine_client.engine.gate import Gate
 from engine_client.ipc.channel import Channel
-from engine_client.protocol.framing import Kind
+from engine_client.protocol.frames import Kind
 from engine_client.protocol.wire import encode_text
 from helpers.timing import eventually
 

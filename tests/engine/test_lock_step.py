@@ -16,7 +16,7 @@ from engine_client.interfaces import EngineContext
 from engine_client.ipc.engine_fds import GroupFds
 from engine_client.ipc.group_page import GroupMember, create_group
 from engine_client.messages import FinishReason
-from engine_client.protocol.framing import Kind
+from engine_client.protocol.frames import Kind
 from engine_client.protocol.waves import VOTE_EVERY, Action
 from engine_client.testing.scripted import TARGET, Script, ScriptedCore
 from helpers.lockstep import lock_step, neighbour

@@ -19,10 +19,9 @@ from engine_client.ipc.arena import ArenaWriter, create_memory
 from engine_client.ipc.process_group import ProcessGroup
 from engine_client.ipc.status_page import EngineState
 from engine_client.protocol.codec import dumps
-from engine_client.protocol.framing import Kind
+from engine_client.protocol.frames import Frame, Kind
 from engine_client.protocol.wire import (
     PROTOCOL_VERSION,
-    Frame,
     Init,
     decode_dead,
     decode_ready,

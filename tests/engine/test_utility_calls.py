@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from engine_client.engine.utility_calls import UtilityCalls
-from engine_client.protocol.framing import Kind
-from engine_client.protocol.wire import PING, Frame, decode_utility, encode_utility
+from engine_client.protocol.frames import Frame, Kind
+from engine_client.protocol.wire import PING, decode_utility, encode_utility
 
 
 class FrontEndStub:

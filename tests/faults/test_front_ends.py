@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from engine_client.protocol.framing import Kind
+from engine_client.protocol.frames import Kind
 from engine_client.protocol.wire import encode_text
 from engine_client.testing.faults import frozen
 from engine_client.testing.scripted import Script

@@ -14,7 +14,7 @@ from typing import Any
 
 from engine_client.ipc.arena import ArenaReader, ArenaWriter
 from engine_client.ipc.arena_memory import create_memory
-from engine_client.protocol.framing import Segment
+from engine_client.protocol.frames import Segment
 from helpers.procs import script_environment
 
 MIB = 1 << 20

@@ -11,8 +11,7 @@ from engine_client.clients.caller import Caller
 from engine_client.clients.fan_out import FanOut
 from engine_client.clients.session import Session
 from engine_client.deadline import Deadline
-from engine_client.protocol.framing import Kind
-from engine_client.protocol.wire import Frame
+from engine_client.protocol.frames import Frame, Kind
 from engine_client.testing.scripted import TARGET, Script
 from helpers.peers import Peer, played_engine
 from helpers.timing import DEADLOCK, eventually

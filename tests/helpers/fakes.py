@@ -19,8 +19,8 @@ from engine_client.interfaces import EngineContext
 from engine_client.ipc.arena import ArenaWriter, create_memory
 from engine_client.ipc.channel import Channel
 from engine_client.protocol.codec import dumps
-from engine_client.protocol.framing import Kind
-from engine_client.protocol.wire import Frame, Init, encode_ready
+from engine_client.protocol.frames import Frame, Kind
+from engine_client.protocol.wire import Init, encode_ready
 from engine_client.testing.scripted import TARGET, Script, ScriptedCore
 
 __all__ = ["several_engines"]

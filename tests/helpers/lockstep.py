@@ -20,9 +20,8 @@ from engine_client.ipc.group_page import GroupMember, GroupPage, create_group
 from engine_client.ipc.launcher import launch
 from engine_client.ipc.process_group import ProcessGroup
 from engine_client.protocol.codec import dumps
-from engine_client.protocol.framing import Kind
+from engine_client.protocol.frames import Frame, Kind
 from engine_client.protocol.wire import (
-    Frame,
     Init,
     decode_reply,
     encode_add,

@@ -16,7 +16,7 @@ from engine_client.engine.front_end import FrontEnd
 from engine_client.ipc import arena_reader
 from engine_client.ipc.arena import ArenaWriter
 from engine_client.ipc.channel import Channel
-from engine_client.protocol.framing import Segment
+from engine_client.protocol.frames import Segment
 from helpers.clients import make_request
 
 __all__ = [

@@ -13,7 +13,7 @@ from engine_client.ipc.arena import ArenaReader, create_memory
 from engine_client.ipc.channel import Channel
 from engine_client.ipc.handle import ChildHandle
 from engine_client.ipc.status_page import StatusReader, StatusWriter
-from engine_client.protocol.framing import Kind
+from engine_client.protocol.frames import Kind
 
 __all__ = ["Peer", "played_engine"]
 

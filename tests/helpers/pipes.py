@@ -15,7 +15,8 @@ from engine_client import SyncMPClient
 from engine_client.clients.link import EngineLink
 from engine_client.engine.front_end import FrontEnd
 from engine_client.ipc.channel import Channel
-from engine_client.protocol.framing import FrameReader, Kind, Segment, pack_prefix
+from engine_client.protocol.frames import Kind, Segment
+from engine_client.protocol.framing import FrameReader, pack_prefix
 
 __all__ = [
     "GARBAGE",

@@ -6,7 +6,7 @@ from typing import Any
 
 from engine_client.protocol.batch import Columns, decode_columns, with_values
 from engine_client.protocol.codec import Payload, dumps, loads
-from engine_client.protocol.wire import Frame
+from engine_client.protocol.frames import Frame
 
 
 def carry(payload: Payload) -> Any:

@@ -21,7 +21,7 @@ from engine_client.errors import ClosedError, RemoteProtocolError
 from engine_client.ipc import arena as arena_module, arena_room
 from engine_client.ipc.arena import ArenaReader, ArenaWriter, create_memory
 from engine_client.ipc.arena_table import LEASED, RELEASED, Table
-from engine_client.protocol.framing import Segment
+from engine_client.protocol.frames import Segment
 from helpers.arenas import MIB, Arena, ReaderProcess, crc
 from helpers.interrupts import interrupt_everywhere
 from helpers.procs import run_script

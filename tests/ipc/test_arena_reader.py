@@ -15,7 +15,7 @@ from engine_client.ipc import arena_reader
 from engine_client.ipc.arena import ArenaReader
 from engine_client.ipc.arena_memory import create_memory
 from engine_client.ipc.arena_table import TABLE_SIZE
-from engine_client.protocol.framing import Segment
+from engine_client.protocol.frames import Segment
 from helpers.arenas import MIB, Arena
 from helpers.procs import run_script
 

@@ -15,8 +15,7 @@ import pytest
 from engine_client.errors import RemoteProtocolError
 from engine_client.ipc.arena import ArenaReader, ArenaWriter, create_memory
 from engine_client.ipc.channel import Channel
-from engine_client.protocol.framing import Kind, Segment
-from engine_client.protocol.wire import Frame
+from engine_client.protocol.frames import Frame, Kind, Segment
 from helpers.procs import run_script
 
 
@@ -326,7 +325,7 @@ def test_a_peer_that_is_gone_sends_no_signal():
         """
         import signal, socket
         from engine_client.ipc.channel import Channel
-        from engine_client.protocol.wire import Frame
+        from engine_client.protocol.frames import Frame
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         left, right = socket.socketpair()
         channel = Channel(left.detach(), name="right")

@@ -19,8 +19,7 @@ from engine_client.deadline import Deadline
 from engine_client.ipc import reader as module
 from engine_client.ipc.channel import Channel
 from engine_client.ipc.reader import ReaderThread
-from engine_client.protocol.framing import Kind
-from engine_client.protocol.wire import Frame
+from engine_client.protocol.frames import Frame, Kind
 from helpers.timing import DEADLOCK, eventually
 
 

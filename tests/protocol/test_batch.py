@@ -25,8 +25,7 @@ from engine_client.protocol.batch import (
     split,
     with_values,
 )
-from engine_client.protocol.framing import Flag
-from engine_client.protocol.wire import Frame
+from engine_client.protocol.frames import Flag, Frame
 from helpers.transport import columns_of
 
 

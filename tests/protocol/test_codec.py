@@ -22,7 +22,7 @@ from hypothesis import given, settings, strategies as st
 from engine_client.errors import SerializationError
 from engine_client.protocol import arrays, codec
 from engine_client.protocol.codec import dumps, loads
-from engine_client.protocol.framing import MAX_SEGMENTS
+from engine_client.protocol.frames import MAX_SEGMENTS
 from helpers.transport import carry, cross
 
 KIB64 = 64 * 1024

@@ -12,17 +12,8 @@ from hypothesis import given, settings, strategies as st
 
 from engine_client.errors import LocalProtocolError, RemoteProtocolError
 from engine_client.protocol import framing
-from engine_client.protocol.framing import (
-    INLINE,
-    MAX_SEGMENTS,
-    Flag,
-    Frame,
-    FrameReader,
-    Kind,
-    RawFrame,
-    Segment,
-    pack_prefix,
-)
+from engine_client.protocol.frames import INLINE, MAX_SEGMENTS, Flag, Frame, Kind, RawFrame, Segment
+from engine_client.protocol.framing import FrameReader, pack_prefix
 
 MIB = 1 << 20
 LENGTHS = st.one_of(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from engine_client.errors import LocalProtocolError, RemoteProtocolError
-from engine_client.protocol.framing import Kind
+from engine_client.protocol.frames import Kind
 from engine_client.protocol.lifecycle import (
     FROM_CLIENT,
     FROM_ENGINE,

@@ -13,7 +13,7 @@ from engine_client.messages import EngineCoreReadyResponse, EngineCoreRequest
 from engine_client.params import PoolingParams, SamplingParams
 from engine_client.protocol import wire
 from engine_client.protocol.codec import dumps, loads
-from engine_client.protocol.framing import Flag, Kind
+from engine_client.protocol.frames import Flag, Kind
 
 
 def request(**fields: Any) -> EngineCoreRequest:

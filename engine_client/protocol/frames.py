@@ -1,0 +1,85 @@
+"""What a frame is: its kind, its flags, its buffers.  How it lies in a byte stream is in ``framing``.
+
+Threads: immutable.  Pure: performs no I/O.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+__all__ = ["INLINE", "MAX_SEGMENTS", "Flag", "Frame", "Kind", "RawFrame", "Segment"]
+
+INLINE: Final = -1
+"""The offset of a segment whose bytes are in the frame itself."""
+MAX_SEGMENTS: Final = 0xFFFF
+"""Most segments in a frame: what the prefix can count."""
+
+
+class Kind(enum.IntEnum):
+    """What a frame is about."""
+
+    HELLO = 1
+    INIT = 2
+    STATUS = 3
+    READY = 4
+    FAILED = 5
+    ADD = 6
+    ABORT = 7
+    UTILITY = 8
+    SHUTDOWN = 9
+    OUTPUTS = 10
+    REPLY = 11
+    DEAD = 12
+    GOODBYE = 13
+    ATTACH = 14
+
+
+class Flag(enum.IntFlag):
+    """Properties of a frame that its receiver must know before it decodes the header."""
+
+    NEEDS_MAIN = 1
+    """The header names objects of the sender's ``__main__``."""
+    FAILED = 2
+    """A REPLY that carries an exception."""
+    NESTED = 4
+    """An OUTPUTS with values: the plain part of its header can be decoded where they cannot."""
+
+
+class Segment(NamedTuple):
+    """The place of one buffer: ``offset`` in the arena and the ``stamp`` of its block, or ``INLINE`` and 0."""
+
+    length: int
+    offset: int = INLINE
+    stamp: int = 0
+
+
+class Frame(NamedTuple):
+    """One frame with its buffers resolved; ``error`` says why they could not be, and then they are empty."""
+
+    kind: int
+    flags: int
+    ref: int
+    header: bytes | memoryview
+    buffers: Sequence[memoryview] = ()
+    error: BaseException | None = None
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of header and buffers."""
+        return len(self.header) + sum(view.nbytes for view in self.buffers)
+
+
+class RawFrame(NamedTuple):
+    """One frame with segments, which are still to be resolved.
+
+    ``inline`` holds a view of each inline segment in order; each starts at offset 0 of a bytearray of its own.
+    """
+
+    kind: int
+    flags: int
+    ref: int
+    header: bytes | memoryview
+    segments: list[Segment]
+    inline: list[memoryview]
