@@ -213,9 +213,9 @@ class BusyLoop:
         for front_end in self._gate:
             for frame in front_end.take_received():
                 self._dispatch(front_end, frame)
-            if front_end.has_backlog:
+            if front_end.channel.waiting:
                 front_end.flush()
-            if self._gate.is_lost(front_end):
+            if front_end.may_be_lost and self._gate.is_lost(front_end):
                 self._drop(front_end)
         self._send_outputs(self._engine.take_outputs())
         self._calls.answer_ready()

@@ -163,9 +163,9 @@ class FrontEnd:
     # -- sending -------------------------------------------------------------------------------------------------------
 
     @property
-    def has_backlog(self) -> bool:
-        """Tell whether anything waits to be written, or did when ``flush`` was called last."""
-        return self._has_backlog or self.channel.wants_write
+    def may_be_lost(self) -> bool:
+        """Tell whether there is a reason to ask whether it is: one that lives and takes all that it is sent is not."""
+        return self.channel.ended or bool(self.channel.waiting) or self.pidfd >= 0 or self._has_died
 
     def flush(self) -> None:
         """Write what waits and fits."""
@@ -255,11 +255,14 @@ class FrontEnd:
         self._send(encode_text(Kind.GOODBYE, reason))
 
     def _send(self, frame: Frame) -> None:
-        if not self.gone:
-            if self._has_backlog:
-                self.flush()  # else what this sends of it would not be seen to be taken
-            with suppress(BrokenPipeError):  # the end of the stream, which the loop reads next, says the same
-                self.channel.send(frame)
+        if self.gone:
+            return
+        if self._has_backlog:
+            self.flush()  # else what this sends of it would not be seen to be taken
+        try:
+            self.channel.send(frame)
+        except BrokenPipeError:  # the end of the stream, which the loop reads next, says the same
+            pass
 
     def drain(self, deadline: Deadline) -> None:
         """Wait, within the deadline, until nothing is left to write."""

@@ -82,7 +82,7 @@ class Gate:
     def is_blocked(self) -> bool:
         """Tell whether so much waits for a front-end that nothing should be added."""
         limit = self._backlog_limit
-        return any([front_end.channel.backlog > limit for front_end in self._connected])  # noqa: C419  # faster so
+        return any([f.channel.waiting and f.channel.backlog > limit for f in self._connected])  # noqa: C419  # faster so
 
     def is_lost(self, front_end: FrontEnd) -> bool:
         """Tell whether a front-end has left, has died, or does not read at all while others would."""

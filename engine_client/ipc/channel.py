@@ -98,6 +98,7 @@ class Channel:
         self._flushing = False
         self._is_full = False  # the pipe, when something was written last, and somebody knows
         self._backlog = Backlog()
+        self.waiting = self._backlog.frames  # empty when there is nothing to flush; for others to look at only
         self._broken: BaseException | None = None
 
     def __repr__(self) -> str:
@@ -122,7 +123,7 @@ class Channel:
     @property
     def wants_write(self) -> bool:
         """Tell whether ``flush`` has anything to write."""
-        return bool(self._backlog.frames)
+        return bool(self.waiting)
 
     def send(self, frame: Frame) -> bool:
         """Send a frame: write what fits now and keep the rest for ``flush``.

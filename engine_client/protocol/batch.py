@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import MISSING, fields
 from itertools import accumulate
 from operator import attrgetter, is_not
@@ -132,7 +132,8 @@ class _Builder:
         """Append a row for each output."""
         keys, tokens, counts = self.keys, self.tokens, self.counts
         find = self.key_of.get
-        compared, differs = EngineCoreOutput, comparison(EngineCoreOutput)
+        compared: type = EngineCoreOutput
+        differs: Callable[[Any], bool] = bool
         for output in outputs:
             request_id = output.request_id
             key = find(request_id) if type(request_id) is str else None
