@@ -259,10 +259,10 @@ class FrontEnd:
             return
         if self._has_backlog:
             self.flush()  # else what this sends of it would not be seen to be taken
-        try:
+        try:  # a block of contextlib's would cost as much as the lines around it
             self.channel.send(frame)
-        except BrokenPipeError:  # the end of the stream, which the loop reads next, says the same
-            pass
+        except BrokenPipeError:
+            return  # the end of the stream, which the loop reads next, says the same
 
     def drain(self, deadline: Deadline) -> None:
         """Wait, within the deadline, until nothing is left to write."""
