@@ -48,15 +48,15 @@ if __name__ == "__main__":
         left = llm.llm_engine.get_num_unfinished_requests()
         tell(**{name: [outcome[0], seconds < 20, left, generate(llm) == expected]})
     after(0.5, interrupt)
-    outcome, seconds = timed(lambda: llm.collective_rpc(doze, args=(3,)))
-    tell(call=[outcome[0], seconds < 2.5])
+    outcome, seconds = timed(lambda: llm.collective_rpc(doze, args=(8,)))
+    tell(call=[outcome[0], seconds < 7])
     tell(next_call=llm.collective_rpc(doze, args=(0,)), next=generate(llm) == expected)
     after(0.5, kill_engine)
     outcome, seconds = timed(lambda: llm.collective_rpc(doze, args=(600,)))
     tell(death=[outcome[0], "SIGKILL(-9)" in outcome[1], seconds < 30], is_vllms=EngineDeadError.__name__ == outcome[0])
     for name, call in (("generate", lambda: generate(llm)), ("again", lambda: llm.collective_rpc(doze, args=(0,)))):
         outcome, seconds = timed(call)
-        tell(**{name: [outcome[0], seconds < 5]})
+        tell(**{name: [outcome[0], seconds < 20]})
 """
 
 
