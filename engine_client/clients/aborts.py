@@ -26,21 +26,18 @@ class Aborts:
         self._in_flight = in_flight
         self._streams = streams
         self._send = send
-        self._noted: dict[int, int] = {}  # rank by key
-
-    def __bool__(self) -> bool:
-        return bool(self._noted)
+        self.noted: dict[int, int] = {}  # rank by key
 
     def __repr__(self) -> str:
-        return f"<Aborts {len(self._noted)} noted>"
+        return f"<Aborts {len(self.noted)} noted>"
 
     def note(self, ranks: Mapping[int, int]) -> None:
         """Note requests: the rank of each by its key."""
-        self._noted.update(ranks)
+        self.noted.update(ranks)
 
     def carry_out(self, *, can_send: bool) -> None:
         """Forget and abort what is noted; an interrupt leaves it noted until that is sent."""
-        noted = dict(self._noted)
+        noted = dict(self.noted)
         for key in noted:
             self._in_flight.discard(key)
             self._streams.discard(key)
@@ -50,4 +47,4 @@ class Aborts:
             keys = [key for key, its_rank in noted.items() if its_rank == rank]
             self._send(rank, keys)
             for key in keys:
-                self._noted.pop(key, None)
+                self.noted.pop(key, None)

@@ -130,7 +130,8 @@ class Traffic:
         prompt = self.check(request)
         while True:
             link = self.choose(request)
-            self.wait_for_room(link, Deadline(None))
+            if not self.room.is_free(link):
+                self.wait_for_room(link, Deadline(None))
             try:
                 return self.place(link, request, prompt, key=key, stream=stream)
             except LinkClosedError:
@@ -188,7 +189,8 @@ class Traffic:
         """
         key = self.in_flight.new_key() if key is None else key
         try:
-            self._abort_noted()
+            if self.aborts.noted:
+                self._abort_noted()
             if stream is not None:
                 self.streams.add(key, stream)
             self.in_flight.add(request.request_id, key, link.rank, owner)
@@ -255,7 +257,7 @@ class Traffic:
         self.callers.discard(me)
 
     def _abort_noted(self) -> None:
-        if self.aborts:
+        if self.aborts.noted:
             self.aborts.carry_out(can_send=self._ending is None and not self._closing)
 
     def _send_aborts(self, rank: int, keys: list[int]) -> None:
@@ -331,7 +333,8 @@ class Traffic:
         Raises:
             LinkGoneError: the engine takes nothing any more.
         """
-        self._abort_noted()
+        if self.aborts.noted:
+            self._abort_noted()
         self._write(link, frame)
 
     def _write(self, link: EngineLink, frame: Frame) -> None:

@@ -212,11 +212,8 @@ def encode_outputs(
 
 def _meta_of(outputs: Any) -> dict[str, Any]:
     """Return what a batch says beside its rows; missing attributes count as defaults."""
-    try:
-        if not any(map(is_not, _get_meta(outputs), _META.values())):
-            return {}
-    except AttributeError:
-        pass
+    if type(outputs) is EngineCoreOutputs and not any(map(is_not, _get_meta(outputs), _META.values())):
+        return {}
     return {name: value for name, default in _META.items() if (value := getattr(outputs, name, default)) is not default}
 
 

@@ -26,14 +26,14 @@ class Scene:
 def test_each_rank_is_told_of_its_own() -> None:
     """Noted requests are forgotten with their streams, and each rank gets one message with its keys."""
     scene = Scene()
-    assert not scene.aborts
+    assert not scene.aborts.noted
     scene.aborts.note(scene.ranks)
-    assert scene.aborts
+    assert scene.aborts.noted
     assert repr(scene.aborts) == "<Aborts 3 noted>"
     assert len(scene.in_flight) == 3
     scene.aborts.carry_out(can_send=True)
     assert sorted(scene.sent) == [(0, [1]), (1, [2, 3])]
-    assert (len(scene.in_flight), len(scene.streams), bool(scene.aborts)) == (0, 0, False)
+    assert (len(scene.in_flight), len(scene.streams), len(scene.aborts.noted)) == (0, 0, 0)
     scene.aborts.carry_out(can_send=True)
     assert len(scene.sent) == 2
 
@@ -45,7 +45,7 @@ def test_what_cannot_be_sent_yet_stays_noted() -> None:
     scene.aborts.carry_out(can_send=False)
     assert scene.in_flight.keys_of(["a"]) == {}
     assert scene.sent == []
-    assert scene.aborts
+    assert scene.aborts.noted
 
     def fail(rank: int, keys: list[int]) -> None:
         raise OSError("no way")
@@ -71,6 +71,6 @@ def test_wherever_an_interrupt_comes_nothing_is_forgotten() -> None:
     def check(where: str) -> None:
         scene.aborts.carry_out(can_send=True)
         assert {key for _, keys in scene.sent for key in keys} == {1, 2, 3}, where
-        assert (len(scene.in_flight), len(scene.streams), bool(scene.aborts)) == (0, 0, False), where
+        assert (len(scene.in_flight), len(scene.streams), len(scene.aborts.noted)) == (0, 0, 0), where
 
     assert interrupt_everywhere(lambda: scene.aborts.carry_out(can_send=True), check, prepare) >= 10

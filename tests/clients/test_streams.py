@@ -38,7 +38,7 @@ def running(client: Any) -> list[str]:
 def is_forgotten(client: Any) -> bool:
     """Tell whether the client has no request in flight, and no stream."""
     session = session_of(client)
-    return (len(session.in_flight), len(session.streams), bool(session.aborts)) == (0, 0, False)
+    return (len(session.in_flight), len(session.streams), len(session.aborts.noted)) == (0, 0, 0)
 
 
 def test_streams_end_with_their_finish_reason_and_keep_apart() -> None:
