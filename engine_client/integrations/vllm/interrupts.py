@@ -84,3 +84,4 @@ def _abort_all(engine: Any) -> None:
             names.append(request_id)  # abort_request wants to find it there
     engine.abort_request([*processor.request_states, *processor.parent_requests], internal=True)
     processor.external_req_ids.clear()
+    engine.renderer.clear_mm_cache()  # it may have inputs that the engine has not got, and would not be sent again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -16,6 +17,7 @@ class Engine:
     def __init__(self, impatience=0):
         self.impatience = impatience
         self.aborted = []
+        self.renderer = mock.Mock()
         state = SimpleNamespace(external_req_id="outer")
         self.output_processor = SimpleNamespace(
             request_states={"child": state}, parent_requests={"parent": None}, external_req_ids={"outer": []}
@@ -56,6 +58,7 @@ def test_requests_are_taken_back(engine_class, impatience):
     with pytest.raises(KeyboardInterrupt):
         engine.add_request()
     assert engine.aborted == [["child", "parent"]]
+    engine.renderer.clear_mm_cache.assert_called_once_with()
 
 
 def test_other_errors_take_nothing_back(engine_class):

@@ -162,13 +162,21 @@ if __name__ == "__main__":
     llm = LLM(**settings, runner="pooling", limit_mm_per_prompt={"image": 1})
     core = llm.llm_engine.engine_core
     shapes = numpy.random.default_rng(3)
-    images = [Image.fromarray(shapes.integers(0, 256, (224, 224, 3), numpy.uint8)) for _ in range(2)]
+    images = [Image.fromarray(shapes.integers(0, 256, (224, 224, 3), numpy.uint8)) for _ in range(3)]
     def embed(image):
         outputs = llm.embed([{"prompt": "", "multi_modal_data": {"image": image}}], use_tqdm=False)
         return list(outputs[0].outputs.embedding)
-    tell(vectors=[embed(image) for image in [*images, images[0]]])
+    tell(vectors=[embed(image) for image in (images[0], images[1], images[0])])
     if hasattr(core, "_session"):
         tell(counters=counters(core), cached=llm.collective_rpc(cached), used=core._session.writer.used)
+    def interrupt(*args, **kwargs):
+        del llm._add_request
+        raise KeyboardInterrupt
+    llm._add_request = interrupt  # the image is in the front-end's cache, as one that the engine has, too
+    try:
+        embed(images[2])
+    except KeyboardInterrupt:
+        tell(after_interrupt=embed(images[2]))
 """
 )
 
@@ -188,6 +196,13 @@ def test_images(images, tmp_path):
     assert first == again
     assert first != second
     assert images["counters"] == [2, 0]
+
+
+@pytest.mark.slow
+def test_an_image_after_an_interrupt(images):
+    """An image whose first call was interrupted before the engine had it is sent with the next."""
+    assert len(images["after_interrupt"]) == len(images["vectors"][0])
+    assert images["after_interrupt"] not in images["vectors"]
 
 
 @pytest.mark.slow
