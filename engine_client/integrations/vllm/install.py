@@ -23,7 +23,7 @@ from typing import Any
 from engine_client import ClientOptions, EngineDeadError
 from engine_client.integrations.vllm.after_import import after_import
 from engine_client.integrations.vllm.clients import factories
-from engine_client.integrations.vllm.interrupts import patch_llm, patch_llm_engine
+from engine_client.integrations.vllm.interrupts import patch_async_llm, patch_llm, patch_llm_engine
 from engine_client.integrations.vllm.serving import patch_serve
 from engine_client.integrations.vllm.subprocesses import provide_everywhere
 from engine_client.integrations.vllm.version import check_version
@@ -117,3 +117,4 @@ def _patch_async_llm(module: ModuleType) -> None:
 
     if not hasattr(own, "__wrapped__"):
         engine.__del__ = finalize
+    patch_async_llm(module)

@@ -6,6 +6,9 @@ An interrupt may come anywhere, between ``add_request`` and ``step`` too, so the
     LLM.generate ─▶ LLMEngine.add_request* ─▶ LLMEngine.step* ─▶ outputs
         └───────────────── KeyboardInterrupt ──▶ take back what the output processor knows ──▶ raised again
 
+``AsyncLLM`` takes back what is cancelled once it has been sent.  Sending never waits with vLLM's client, but does with
+ours, where much is queued or large; so what is cancelled meanwhile is taken back here.
+
 Threads: as the calls that are wrapped.
 """
 
@@ -17,7 +20,7 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any, Final
 
-__all__ = ["patch_llm", "patch_llm_engine"]
+__all__ = ["patch_async_llm", "patch_llm", "patch_llm_engine"]
 
 _CALLS: Final = (
     *("generate", "chat", "beam_search", "enqueue", "enqueue_chat", "wait_for_completion"),
@@ -45,6 +48,30 @@ def patch_llm(module: ModuleType) -> None:
         module: ``vllm.entrypoints.llm``.
     """
     _wrap(vars(module)["LLM"], _CALLS, lambda llm: llm.llm_engine)
+
+
+def patch_async_llm(module: ModuleType) -> None:
+    """Have an ``AsyncLLM`` forget a request that could not be sent, as when it was cancelled meanwhile.
+
+    Args:
+        module: ``vllm.v1.engine.async_llm``.
+    """
+    engine = vars(module)["AsyncLLM"]
+    method = engine._add_request  # noqa: SLF001  # what adds to the output processor, then sends
+
+    @functools.wraps(method)
+    async def wrapper(self: Any, request: Any, prompt: Any, parent: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await method(self, request, prompt, parent, *args, **kwargs)
+        except BaseException:
+            if request.mm_features:
+                self.renderer.clear_mm_cache()  # as below
+            with suppress(Exception):  # safe because a dead engine runs nothing, and the first error says so
+                await self.abort([request.request_id, *([parent.request_id] if parent else [])], internal=True)
+            raise
+
+    if not hasattr(method, "__wrapped__"):
+        engine._add_request = wrapper  # noqa: SLF001  # as above
 
 
 def _wrap(owner: Any, names: tuple[str, ...], engine_of: Callable[[Any], Any]) -> None:

@@ -52,6 +52,18 @@ async def streams(llm):
         await asyncio.sleep(0.05)
     tell(same=together == alone, lengths=[len(row) for _, row in alone], cancelled=task.cancelled(), busy=busy)
 
+async def cancellations(llm):
+    processor, left, cancelled = llm.output_processor, [], 0
+    for turns in range(40):
+        task = asyncio.create_task(one(llm, turns % 4, 4000))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        cancelled += task.cancelled()
+        left.append(len(processor.request_states) + len(processor.external_req_ids))
+    tell(cancelled_at=cancelled, left=sum(left), same_after=await one(llm, 0) == await one(llm, 0))
+
 async def death(llm):
     seen = []
     stream = asyncio.create_task(outcome(one(llm, 1, 4000, seen)))
@@ -66,6 +78,7 @@ async def death(llm):
 async def main(llm):
     columns()
     await streams(llm)
+    await cancellations(llm)
     await death(llm)
 
 if __name__ == "__main__":
@@ -131,6 +144,14 @@ def test_streams(lived):
     assert lived["same"] is lived["cancelled"] is True
     assert lived["lengths"] == [12] * 4
     assert lived["busy"] == 0
+
+
+@pytest.mark.slow
+def test_cancelled_at_any_turn(lived):
+    """A stream that is cancelled at whatever turn of the event loop, also while it is sent, leaves nothing in vLLM."""
+    assert lived["cancelled_at"] == 40
+    assert lived["left"] == 0
+    assert lived["same_after"] is True
 
 
 @pytest.mark.slow

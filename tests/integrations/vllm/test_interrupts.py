@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -81,6 +82,39 @@ def test_the_outermost_call_is_wrapped():
         llm.generate()
     assert llm.llm_engine.aborted == [["child", "parent"]]
     assert not hasattr(llm, "chat")
+
+
+class AsyncEngine:
+    """Stands for vLLM's ``AsyncLLM``, whose client cannot send now."""
+
+    def __init__(self):
+        self.renderer = mock.Mock()
+        self.aborted = []
+
+    async def _add_request(self, request, prompt, parent_req, index, queue):
+        raise asyncio.CancelledError
+
+    async def abort(self, request_ids, *, internal):
+        assert internal
+        self.aborted.append(request_ids)
+        raise RuntimeError("the engine is dead")
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_what_is_cancelled_while_it_is_sent(several):
+    """A request that could not be sent is forgotten, with its siblings and its images; the cancellation counts."""
+    patched = type("AsyncLLM", (AsyncEngine,), {})
+    module = ModuleType("async_llm")
+    vars(module)["AsyncLLM"] = patched
+    interrupts.patch_async_llm(module)
+    interrupts.patch_async_llm(module)
+    engine, parent = patched(), SimpleNamespace(request_id="parent") if several else None
+    request = SimpleNamespace(request_id="child", mm_features=["image"] if several else None)
+    add = vars(patched)["_add_request"](engine, request, None, parent, 0, None)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(add)
+    assert engine.aborted == [["child", "parent"] if several else ["child"]]
+    assert engine.renderer.clear_mm_cache.called is several
 
 
 EVERYWHERE = """
