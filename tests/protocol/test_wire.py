@@ -51,6 +51,41 @@ def test_a_request_arrives_equal(
     assert through(message) == message
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_token_ids": list(range(50_000))},
+        {"sampling_params": SamplingParams(stop=["x"])},
+        {"sampling_params": SamplingParams(seed=2**70, stop_token_ids=[1])},
+        {"sampling_params": None, "pooling_params": PoolingParams(task="embed")},
+        {"trace_headers": {"a": "b"}, "priority": 3},
+        {"cache_salt": "s" * 70_000},
+        {"arrival_time": 3},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_a_request_arrives_equal_by_either_codec(fields: dict[str, Any]) -> None:
+    """What is short and plain goes without the general codec, the rest by it; the result does not tell by which."""
+    message = request(**fields)
+    arrived = through(message)
+    assert arrived == message
+    assert vars(arrived).keys() == vars(message).keys()
+
+
+def test_a_call_arrives_equal_by_either_codec() -> None:
+    """So do a call's arguments."""
+    for args in ((), (1, "a", None, 2.5, True), ("x" * 70_000,), ([1], {"a": b"b"}), (b"bytes",)):
+        assert wire.decode_utility(wire.encode_utility(3, "echo", args)) == ("echo", args)
+
+
+def test_parameters_with_an_attribute_of_their_own_keep_it() -> None:
+    """They are no longer just the values of the known names."""
+    parameters = SamplingParams(max_tokens=4)
+    parameters.mark = "kept"  # type: ignore[attr-defined]
+    arrived = through(request(sampling_params=parameters)).sampling_params
+    assert vars(arrived) == vars(parameters)
+
+
 def test_a_request_of_another_class_is_read_by_attribute() -> None:
     """Missing attributes count as defaults."""
     sparse = SimpleNamespace(
