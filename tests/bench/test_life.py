@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import time
 
 from engine_client.bench import life
 from engine_client.bench.ours import Ours
@@ -20,6 +22,21 @@ def test_start_and_stop():
 def test_idleness_is_scaled():
     """The CPU time of a shorter rest is told as if it had been five seconds."""
     assert 0 < life.idle_cpu(OURS, seconds=0.1)["cpu_s_in_5_s"] < 5
+
+
+def test_cpu_time_is_read_from_outside(monkeypatch):
+    """That of a process which works grows by what it says itself, wherever the system tells it."""
+    for has_threads in (True, False):
+        if not has_threads:
+            monkeypatch.setattr(life.os, "listdir", raising)
+        before, own = life.cpu_of(os.getpid()), time.process_time()
+        while time.process_time() - own < 0.1:
+            pass
+        assert 0.05 < life.cpu_of(os.getpid()) - before < 5
+
+
+def raising(path):
+    raise OSError(f"there is no {path}")
 
 
 def test_death_is_seen():
