@@ -47,6 +47,7 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "exceptions": {"exception_fields", "tracebacks"},
         "framing": {"frames"},
         "lifecycle": {"frames"},
+        "outputs": {"batch"},
         "tracebacks": {"exception_fields"},
         "wire": {"codec", "frames", "tracebacks"},
     },

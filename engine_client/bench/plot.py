@@ -94,7 +94,7 @@ def _draw(chart: Chart, axis: Any) -> None:
     ticks = chart.ticks or _spaced(sorted({x for line in chart.lines for x in line.points}))
     axis.set_xticks([_place(x) if chart.percentiles else x for x in ticks], list(ticks.values()))
     axis.minorticks_off()
-    axis.legend()
+    axis.legend(loc="upper left")
 
 
 def _scale(chart: Chart, axis: Any) -> None:
@@ -106,7 +106,7 @@ def _scale(chart: Chart, axis: Any) -> None:
         axis.set_yscale("log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     else:
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.5 * max(values) or None)  # with room for the legend
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1000 else f"{value:g}"))
 
 

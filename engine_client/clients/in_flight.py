@@ -19,7 +19,8 @@ from numbers import Real
 from typing import Any, Final
 
 from engine_client.messages import EngineCoreOutputs
-from engine_client.protocol.batch import Columns, outputs_from
+from engine_client.protocol.batch import Columns
+from engine_client.protocol.outputs import outputs_from
 
 __all__ = ["InFlight", "check_request"]
 

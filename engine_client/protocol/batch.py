@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from itertools import accumulate
 from operator import attrgetter, is_not
 from typing import Any, Final, NamedTuple
 
+from engine_client.errors import RemoteProtocolError
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from engine_client.protocol.codec import dumps
 from engine_client.protocol.exception_fields import text_of
@@ -40,7 +41,6 @@ __all__ = [
     "decode_columns",
     "encode_outputs",
     "failed_batch",
-    "outputs_from",
     "split",
     "with_values",
 ]
@@ -51,7 +51,6 @@ _META: Final = {
     if f.name not in ("engine_index", "outputs", "timestamp", "utility_output")
 }
 _get_meta = attrgetter(*_META)
-_REASONS: Final = tuple(FinishReason)
 _NESTED: Final = int(Flag.NESTED)
 _LENGTH: Final = struct.Struct("<I")
 """In front of the plain part when values follow it."""
@@ -310,7 +309,10 @@ def _extras_of(extras: dict[str, dict[int, Any]], rows: list[int]) -> dict[str, 
 def _load_plain(header: Any) -> tuple[Columns, list[int] | None]:
     """Return the columns without values, and which rows have some."""
     plain = pickle.loads(header)  # noqa: S301  # the trust that the codec states
-    return Columns(*plain[:-1]), plain[-1]
+    columns = Columns(*plain[:-1])
+    if len(columns.tokens if columns.counts is None else columns.counts) != len(columns.keys):
+        raise RemoteProtocolError(f"an output batch has {len(columns.keys)} keys and other columns of another length")
+    return columns, plain[-1]
 
 
 def _without_values(columns: Columns, heavy: list[int], error: BaseException) -> tuple[Columns, list[int]]:
@@ -320,55 +322,3 @@ def _without_values(columns: Columns, heavy: list[int], error: BaseException) ->
     finishes += [(row, int(FinishReason.ERROR), text) for row in heavy]
     columns = columns._replace(finishes=finishes, meta=None, fault=error, rest=None, rows=None)
     return columns, [columns.keys[row] for row in heavy]
-
-
-def outputs_from(columns: Columns, ids: MutableMapping[int, str]) -> tuple[EngineCoreOutputs, list[int]]:
-    """Turn columns into the reference's objects.
-
-    Args:
-        columns: a decoded batch.
-        ids: request id of each key; rows with other keys are dropped.
-
-    Returns:
-        The outputs, and the keys of the requests that they finish.
-    """
-    rows = _rows(columns, ids)
-    finished: list[int] = []
-    for row, reason, stop_reason in columns.finishes:
-        output = rows[row]
-        if output is not None:
-            output.finish_reason = _REASONS[reason]
-            if stop_reason is not None:
-                output.stop_reason = stop_reason
-            finished.append(columns.keys[row])
-    for name, column in (columns.extras or {}).items():
-        for row, value in column.items():
-            if rows[row] is not None:
-                setattr(rows[row], name, value)
-    kept = rows if None not in rows else [output for output in rows if output is not None]
-    outputs = EngineCoreOutputs(columns.engine_index, kept, timestamp=columns.timestamp)  # type: ignore[arg-type]  # no None is left
-    for name, value in (columns.meta or {}).items():
-        setattr(outputs, name, value)
-    return outputs, finished
-
-
-def _rows(columns: Columns, ids: Mapping[int, str]) -> list[EngineCoreOutput | None]:
-    """Make the outputs, id and tokens only; None where the key is unknown."""
-    make = EngineCoreOutput.__new__
-    find = ids.get
-    rows: list[EngineCoreOutput | None] = []
-    add = rows.append
-    tokens = columns.tokens
-    start = 0
-    for index, key in enumerate(columns.keys):
-        count = 1 if columns.counts is None else columns.counts[index]
-        request_id = find(key)
-        if request_id is None:
-            add(None)
-        else:
-            output = make(EngineCoreOutput)
-            output.request_id = request_id
-            output.new_token_ids = tokens[start : start + count]
-            add(output)
-        start += count
-    return rows

@@ -21,11 +21,11 @@ from engine_client.protocol.batch import (
     decode_columns,
     encode_outputs,
     failed_batch,
-    outputs_from,
     split,
     with_values,
 )
 from engine_client.protocol.frames import Flag, Frame
+from engine_client.protocol.outputs import outputs_from
 from helpers.transport import columns_of
 
 

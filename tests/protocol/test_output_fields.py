@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import pytest
 
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from engine_client.protocol.batch import encode_outputs, outputs_from
+from engine_client.protocol.batch import encode_outputs
 from engine_client.protocol.output_fields import comparison, set_fields
+from engine_client.protocol.outputs import outputs_from
 from helpers.transport import columns_of
 
 

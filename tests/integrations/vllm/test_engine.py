@@ -25,6 +25,7 @@ def slow(worker):
 def columns():
     import numpy
     from engine_client.protocol import batch, output_fields
+    from engine_client.protocol.outputs import outputs_from
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
     rows = [EngineCoreOutput("a", [1]), EngineCoreOutput("b", [2, 3], finish_reason=FinishReason.STOP, stop_reason="x"),
             EngineCoreOutput("c", [], routed_experts=numpy.arange(6).reshape(2, 3)),
@@ -32,7 +33,7 @@ def columns():
     differs = output_fields.comparison(EngineCoreOutput)
     frame, finished = batch.encode_outputs(EngineCoreOutputs(outputs=rows), {name: ord(name) for name in "abcd"})
     decoded, _ = batch.with_values(batch.decode_columns(frame))
-    outputs, _ = batch.outputs_from(decoded, {ord(name): name for name in "abcd"})
+    outputs, _ = outputs_from(decoded, {ord(name): name for name in "abcd"})
     same = [getattr(new, name) == getattr(old, name) for new, old in zip(outputs.outputs, rows, strict=True)
             for name in EngineCoreOutput.__struct_fields__ if name != "routed_experts"]
     experts = [output.routed_experts for output in outputs.outputs]

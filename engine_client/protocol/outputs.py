@@ -1,0 +1,77 @@
+"""From columns to the outputs that callers get, of the reference's class.
+
+This is done once for each token, by whoever takes the outputs: the reader passes columns on as they are.
+
+Threads: pure functions.  Pure: performs no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+from typing import Final
+
+from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from engine_client.protocol.batch import Columns
+
+__all__ = ["outputs_from"]
+
+_REASONS: Final = tuple(FinishReason)
+
+
+def outputs_from(columns: Columns, ids: Mapping[int, str]) -> tuple[EngineCoreOutputs, list[int]]:
+    """Turn columns into the reference's objects.
+
+    Args:
+        columns: a decoded batch.
+        ids: request id of each key; rows with other keys are dropped.
+
+    Returns:
+        The outputs, and the keys of the requests that they finish.
+    """
+    rows = _rows(columns, ids)
+    finished: list[int] = []
+    for row, reason, stop_reason in columns.finishes:
+        output = rows[row]
+        if output is not None:
+            output.finish_reason = _REASONS[reason]
+            if stop_reason is not None:
+                output.stop_reason = stop_reason
+            finished.append(columns.keys[row])
+    for name, column in (columns.extras or {}).items():
+        for row, value in column.items():
+            if rows[row] is not None:
+                setattr(rows[row], name, value)
+    # Not ``None in rows``, which would ask each output whether it equals None.
+    kept = [output for output in rows if output is not None]
+    outputs = EngineCoreOutputs(columns.engine_index, kept, timestamp=columns.timestamp)
+    for name, value in (columns.meta or {}).items():
+        setattr(outputs, name, value)
+    return outputs, finished
+
+
+def _rows(columns: Columns, ids: Mapping[int, str]) -> list[EngineCoreOutput | None]:
+    """Make the outputs, id and tokens only; None where the key is unknown."""
+    make = EngineCoreOutput.__new__
+    find = ids.get
+    rows: list[EngineCoreOutput | None] = []
+    add = rows.append
+    for key, new in zip(columns.keys, _tokens_of_rows(columns), strict=True):
+        request_id = find(key)
+        if request_id is None:
+            add(None)
+        else:
+            output = make(EngineCoreOutput)
+            output.request_id = request_id
+            output.new_token_ids = new
+            add(output)
+    return rows
+
+
+def _tokens_of_rows(columns: Columns) -> Iterable[list[int]]:
+    """Return the new tokens of each row."""
+    tokens = columns.tokens
+    if columns.counts is None:
+        return [[token] for token in tokens]
+    ends = accumulate(columns.counts)
+    return [tokens[end - count : end] for count, end in zip(columns.counts, ends, strict=True)]
