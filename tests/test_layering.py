@@ -66,7 +66,7 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "launcher": {"engine_fds", "handle", "multiproc"},
         "multiproc": {"aside", "boot", "descriptors", "engine_fds", "handle"},
         "process_group": {"exits", "handle", "processes"},
-        "reader": {"channel", "wakeup"},
+        "reader": {"channel", "moderation", "wakeup"},
         "status_page": {"arena_memory"},
         "wakeup": {"descriptors"},
     },

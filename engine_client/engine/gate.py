@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from engine_client.engine.front_end import FrontEnd
+from engine_client.ipc.moderation import poll
 from engine_client.protocol.frames import Frame
 from engine_client.protocol.wire import decode_text
 
@@ -61,16 +62,8 @@ class Gate:
             self._watch(front_end)
             if self._is_overdue(front_end):
                 limits.append(_STALL_LIMIT)
-        events = self._poll(spin) if spin else []
-        return [key.fd for key, _ in events or self._selector.select(min(limits, default=None))]
-
-    def _poll(self, spin: float) -> list[tuple[selectors.SelectorKey, int]]:
-        until = time.monotonic() + spin
-        while time.monotonic() < until:
-            events = self._selector.select(0)
-            if events:
-                return events
-        return []
+        events = poll(self._selector, spin) or self._selector.select(min(limits, default=None))
+        return [key.fd for key, _ in events]
 
     def _watch(self, front_end: FrontEnd) -> None:
         wanted = front_end.channel.wants_write

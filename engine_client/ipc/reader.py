@@ -25,25 +25,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from engine_client.deadline import Deadline
 from engine_client.ipc.channel import Channel
+from engine_client.ipc.moderation import Moderated
 from engine_client.ipc.wakeup import Wakeup
 from engine_client.protocol.frames import Frame
 
 __all__ = ["ReaderHandler", "ReaderThread", "is_reader_thread"]
-
-_HARDLY_WAITED: Final = 10e-6
-"""Seconds: after so short a wait the reader is as busy as those who send."""
-
-_MOST_IN_A_ROW: Final = 8
-_NAP: Final = 50e-6
-"""Seconds to let more arrive, after so many waits that were hardly any.
-
-A frame for which nobody waits costs its sender a tenth of one that has to wake somebody, so a reader that can just keep
-pace slows its engines down by asking for each frame anew.  (Network drivers do the same with their interrupts.)
-"""
 
 
 class ReaderHandler(Protocol):
@@ -99,7 +89,7 @@ class ReaderThread:
         self._sentinels: dict[int, int] = {}
         self._deadlines: dict[int, Deadline] = {}
         self._flushing: set[int] = set()  # ranks that are watched for room
-        self._in_a_row = 0  # waits that were hardly any
+        self._waits = Moderated(self._selector)
         self._selector.register(self._wakeup.fileno(), selectors.EVENT_READ, ("wakeup", -1))
 
     def __repr__(self) -> str:
@@ -193,25 +183,8 @@ class ReaderThread:
     def _wait(self) -> list[tuple[selectors.SelectorKey, int]]:
         self._want_writes()
         limits = [deadline.remaining() or 0.0 for deadline in self._deadlines.values()]
-        if self._spin_until:
-            events = self._poll()
-            if events:
-                return events
-        if self._in_a_row >= _MOST_IN_A_ROW:
-            time.sleep(_NAP)
-        began = time.monotonic()
-        events = self._selector.select(min(limits, default=None))
-        self._in_a_row = self._in_a_row + 1 if time.monotonic() - began < _HARDLY_WAITED else 0
-        return events
-
-    def _poll(self) -> list[tuple[selectors.SelectorKey, int]]:
-        """Look for events until there are some, or it is time to sleep."""
-        while time.monotonic() < self._spin_until:
-            events = self._selector.select(0)
-            if events:
-                return events
-        self._spin_until = 0.0
-        return []
+        spin = self._spin_until - time.monotonic() if self._spin_until else 0.0
+        return self._waits.select(min(limits, default=None), max(0.0, spin))
 
     def _serve(self, events: list[tuple[selectors.SelectorKey, int]]) -> None:
         """Serve one round: channels first, then sentinels, then deadlines."""

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from engine_client.deadline import Deadline
-from engine_client.ipc import reader as module
 from engine_client.ipc.channel import Channel
 from engine_client.ipc.reader import ReaderThread
 from engine_client.protocol.frames import Frame, Kind
@@ -231,41 +230,18 @@ def test_signals_are_left_to_the_main_thread() -> None:
         assert reader.is_alive()
 
 
-class Clock:
-    """A clock that goes on by so many seconds at each look; it notes who sleeps."""
-
-    def __init__(self, pace: float) -> None:
-        self.pace = pace
-        self.now = 100.0
-        self.naps: list[float] = []
-
-    def monotonic(self) -> float:
-        self.now += self.pace
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.naps.append(seconds)
-
-
-@pytest.mark.parametrize(("pace", "naps"), [(0.0, True), (1.0, False)])
-def test_a_reader_that_hardly_waits_takes_naps(monkeypatch: pytest.MonkeyPatch, pace: float, naps: bool) -> None:
-    """After eight waits that were hardly any, 50 µs each; one that has to wait is woken by each frame."""
-    clock = Clock(pace)
-    monkeypatch.setattr(module, "time", clock)
-    with running() as (_, recorder, _, theirs):
-        for index in range(20):
-            theirs.send(frame(b"%d" % index))
-            recorder.wait_for("frames", 0, [b"%d" % index])
-    assert (set(clock.naps) == {50e-6}) is naps
-    assert bool(clock.naps) is naps
+def watch(reader: ReaderThread, monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
+    """Return a list that gets the timeout of each of the reader's waits."""
+    timeouts: list[float | None] = []
+    select = reader._selector.select  # noqa: SLF001
+    monkeypatch.setattr(reader._selector, "select", lambda t=None: (timeouts.append(t), select(t))[1])  # noqa: SLF001
+    return timeouts
 
 
 def test_a_reader_polls_while_somebody_expects_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     """From ``expect`` to the next frame, or to the end of the time; before and after it sleeps."""
     with running(spin=DEADLOCK) as (reader, recorder, _, theirs):
-        timeouts: list[float | None] = []
-        select = reader._selector.select  # noqa: SLF001
-        monkeypatch.setattr(reader._selector, "select", lambda t=None: (timeouts.append(t), select(t))[1])  # noqa: SLF001
+        timeouts = watch(reader, monkeypatch)
         reader.expect()
         eventually(lambda: timeouts.count(0) > 100, DEADLOCK)
         theirs.send(frame(b"one"))
@@ -276,5 +252,6 @@ def test_a_reader_polls_while_somebody_expects_a_frame(monkeypatch: pytest.Monke
         recorder.wait_for("frames", 0, [b"two"])
         assert timeouts.count(0) == polls
     with running(spin=0.01) as (reader, _, _, _):
+        timeouts = watch(reader, monkeypatch)
         reader.expect()
-        eventually(lambda: reader._spin_until == 0.0, DEADLOCK)  # noqa: SLF001
+        eventually(lambda: timeouts and timeouts[-1] is None, DEADLOCK)

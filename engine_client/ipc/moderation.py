@@ -1,0 +1,69 @@
+"""Waits that let more arrive where much arrives, as network drivers do with their interrupts.
+
+A frame for which nobody waits costs its sender less than a microsecond; one that has to wake a sleeping thread costs
+several, and the thread a multiple of that.  So a reader that hardly has to wait for the next frame slows its senders down
+by asking for each one anew.  After some such waits in a row it naps before it asks again: then one wake-up serves
+all that has arrived meanwhile.  Whoever sends and waits for the answer is never meant: that takes longer.
+
+Threads: a ``Moderated`` belongs to the thread that selects.
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from typing import Final
+
+__all__ = ["Moderated", "poll"]
+
+_HARDLY_WAITED: Final = 30e-6
+"""Seconds; a message there and back takes twice as long at least."""
+
+_MOST_IN_A_ROW: Final = 8
+
+_NAP: Final = 50e-6
+"""Seconds; the system makes about a hundred microseconds of it."""
+
+
+class Moderated:
+    """Selects, and naps before it does where the last waits were hardly any.
+
+    Args:
+        selector: the caller's.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        self._in_a_row = 0  # waits that were hardly any
+
+    def __repr__(self) -> str:
+        return f"<Moderated {self._in_a_row} short waits in a row>"
+
+    def select(self, timeout: float | None, spin: float = 0.0) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait for events.
+
+        Args:
+            timeout: seconds; None waits until there are some.
+            spin: seconds to poll for them before the thread sleeps.
+        """
+        events = poll(self._selector, spin)
+        if events:
+            return events
+        if self._in_a_row >= _MOST_IN_A_ROW:
+            time.sleep(_NAP)
+        began = time.monotonic()
+        events = self._selector.select(timeout)
+        self._in_a_row = self._in_a_row + 1 if events and time.monotonic() - began < _HARDLY_WAITED else 0
+        return events
+
+
+def poll(selector: selectors.BaseSelector, spin: float) -> list[tuple[selectors.SelectorKey, int]]:
+    """Look for events again and again, without sleeping, for so many seconds; return the first ones."""
+    if not spin:
+        return []
+    until = time.monotonic() + spin
+    while time.monotonic() < until:
+        events = selector.select(0)
+        if events:
+            return events
+    return []
