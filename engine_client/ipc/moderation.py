@@ -1,8 +1,8 @@
 """Waits that let more arrive where much arrives, as network drivers do with their interrupts.
 
 A frame for which nobody waits costs its sender less than a microsecond; one that has to wake a sleeping thread costs
-several, and the thread a multiple of that.  So a reader that hardly has to wait for the next frame slows its senders down
-by asking for each one anew.  After some such waits in a row it naps before it asks again: then one wake-up serves
+several, and the thread a multiple of that.  So a reader that hardly has to wait for the next frame slows its senders
+down by asking for each one anew.  After some such waits in a row it naps before it asks again: then one wake-up serves
 all that has arrived meanwhile.  Whoever sends and waits for the answer is never meant: that takes longer.
 
 Threads: a ``Moderated`` belongs to the thread that selects.
