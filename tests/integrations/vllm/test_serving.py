@@ -203,7 +203,7 @@ def test_chat(server):
     assert "Paris" in answer
     _, text = server.ask("/v1/chat/completions", {**QUESTION, "stream": True})
     rows = [json.loads(row[6:]) for row in text.splitlines() if row.startswith("data: {")]
-    assert len(rows) > 5
+    assert len(rows) >= 2  # vLLM joins what a slow machine has not sent yet
     assert "".join(row["choices"][0]["delta"].get("content") or "" for row in rows) == answer
     assert text.rstrip().endswith("data: [DONE]")
 
