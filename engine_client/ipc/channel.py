@@ -118,7 +118,7 @@ class Channel:
     @property
     def backlog(self) -> int:
         """Return how many bytes wait to be written."""
-        return self._backlog.nbytes
+        return self._backlog.nbytes if self.waiting else 0  # an interrupt may have left it counting what never came
 
     @property
     def wants_write(self) -> bool:

@@ -16,6 +16,7 @@ from engine_client.errors import RemoteProtocolError
 from engine_client.ipc.arena import ArenaReader, ArenaWriter, create_memory
 from engine_client.ipc.channel import Channel
 from engine_client.protocol.frames import Frame, Kind, Segment
+from helpers.interrupts import interrupt_everywhere
 from helpers.procs import run_script
 
 
@@ -98,6 +99,23 @@ def test_a_frame_bigger_than_the_pipe_waits_in_the_backlog() -> None:
         assert [bytes(f.header) for f in received] == [b"big", b"small", b"last"]
         assert received[0].buffers[0] == copy
         assert left.backlog == 0
+
+
+def test_an_interrupt_before_a_frame_is_queued_leaves_no_backlog() -> None:
+    """Whoever waits for room would wait for ever if the bytes of a frame that never came were counted."""
+    with pair() as (left, right):
+        interrupt_everywhere(
+            lambda: left.send(frame(b"x", b"y" * 100)),
+            lambda where: check_backlog(left, right, where),
+        )
+
+
+def check_backlog(left: Channel, right: Channel, where: object) -> None:
+    """Check that what counts as waiting is there, and can be sent."""
+    assert bool(left.backlog) == left.wants_write, where
+    left.flush()
+    right.receive()
+    assert left.backlog == 0, where
 
 
 def test_big_buffers_go_through_shared_memory() -> None:
