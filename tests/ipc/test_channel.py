@@ -16,7 +16,6 @@ from engine_client.errors import RemoteProtocolError
 from engine_client.ipc.arena import ArenaReader, ArenaWriter, create_memory
 from engine_client.ipc.channel import Channel
 from engine_client.protocol.frames import Frame, Kind, Segment
-from helpers.interrupts import interrupt_everywhere
 from helpers.procs import run_script
 
 
@@ -101,21 +100,14 @@ def test_a_frame_bigger_than_the_pipe_waits_in_the_backlog() -> None:
         assert left.backlog == 0
 
 
-def test_an_interrupt_before_a_frame_is_queued_leaves_no_backlog() -> None:
-    """Whoever waits for room would wait for ever if the bytes of a frame that never came were counted."""
+def test_what_an_interrupt_left_counted_does_not_count() -> None:
+    """On Python 3.10 it may come between the count and the frame; whoever waits for room would wait for ever."""
     with pair() as (left, right):
-        interrupt_everywhere(
-            lambda: left.send(frame(b"x", b"y" * 100)),
-            lambda where: check_backlog(left, right, where),
-        )
-
-
-def check_backlog(left: Channel, right: Channel, where: object) -> None:
-    """Check that what counts as waiting is there, and can be sent."""
-    assert left.backlog == 0 or left.wants_write, where
-    left.flush()
-    right.receive()
-    assert left.backlog == 0, where
+        left._backlog.nbytes = 1 << 40  # noqa: SLF001
+        assert left.backlog == 0
+        assert left.send(frame(b"next"))
+        assert [bytes(f.header) for f in pump(left, right)] == [b"next"]
+        assert left._backlog.nbytes == 0  # noqa: SLF001
 
 
 def test_big_buffers_go_through_shared_memory() -> None:
