@@ -2,9 +2,46 @@
 
 from __future__ import annotations
 
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
+from engine_client.integrations.vllm.engine import VllmEngine
 from helpers.vllm_scripts import ASYNC, run_vllm, told
+
+ELASTIC = {"reinitialize_distributed", "eep_handle_engine_core_notification"}
+"""What vLLM calls only to scale a mixture of experts over several ranks, which this library refuses to start."""
+
+FOR_OTHERS = {"get_kv_cache_group_metadata"}
+"""What no client of vLLM calls by itself, but users may by ``call_utility``."""
+
+
+def syntax(module):
+    """Return the syntax tree of one of vLLM's modules, which is not imported."""
+    (folder,) = find_spec("vllm").submodule_search_locations
+    return ast.parse(Path(folder, "v1", "engine", f"{module}.py").read_text(encoding="utf-8"))
+
+
+def called_names():
+    """Return the names that vLLM's own clients pass to their engine to be called."""
+    names = ("call_utility", "call_utility_async", "_call_utility_async")
+    calls = [node for node in ast.walk(syntax("core_client")) if isinstance(node, ast.Call)]
+    first = [call.args[0] for call in calls if getattr(call.func, "attr", None) in names]
+    assert {ast.unparse(name) for name in first if not isinstance(name, ast.Constant)} == {"method"}
+    return {name.value for name in first if isinstance(name, ast.Constant)}
+
+
+def test_every_name_is_known():
+    """Each utility that vLLM's own clients call, except for elastic scaling, can be called here, and hardly more."""
+    (core,) = [node for node in syntax("core").body if isinstance(node, ast.ClassDef) and node.name == "EngineCore"]
+    methods = {node.name: node for node in core.body if isinstance(node, ast.FunctionDef)}
+    ours = set(VllmEngine(SimpleNamespace(**methods, step_fn=None)).utilities())
+    assert called_names() - ours == ELASTIC
+    assert ours - called_names() == FOR_OTHERS
+
 
 ADAPTED = """
 def adapter(folder):
