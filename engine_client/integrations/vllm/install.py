@@ -30,6 +30,9 @@ from engine_client.integrations.vllm.version import check_version
 
 __all__ = ["general_plugin", "install", "run_command_line"]
 
+_installed = False
+"""Whether ``install()`` was called in this process."""
+
 
 def install(options: ClientOptions | None = None) -> None:
     """Have vLLM use this library; a second call replaces the options.
@@ -43,7 +46,9 @@ def install(options: ClientOptions | None = None) -> None:
         NotImplementedError: the installed vLLM is of another release than the one that is tested.  An untested version
             of that release is a ``RuntimeWarning``.
     """
+    global _installed  # noqa: PLW0603  # of this process, as what is put in place is
     check_version()
+    _installed = True
     provide_everywhere()
     after_import("vllm.v1.engine.exceptions", _patch_errors)
     after_import("vllm.v1.engine.core_client", functools.partial(_patch_factories, options))
@@ -54,8 +59,11 @@ def install(options: ClientOptions | None = None) -> None:
 
 
 def general_plugin() -> None:
-    """Be the entry point of vLLM's plugins: ``install()`` where ``ENGINE_CLIENT_VLLM=1`` says so."""
-    if os.environ.get("ENGINE_CLIENT_VLLM") == "1":
+    """Be the entry point of vLLM's plugins: ``install()`` where ``ENGINE_CLIENT_VLLM=1`` says so.
+
+    Where the program has called ``install()`` itself, its options stay.
+    """
+    if os.environ.get("ENGINE_CLIENT_VLLM") == "1" and not _installed:
         install()
 
 
