@@ -20,7 +20,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from engine_client import ClientOptions, EngineDeadError
+from engine_client import ClientOptions, EngineClientError, EngineDeadError
 from engine_client.integrations.vllm.after_import import after_import
 from engine_client.integrations.vllm.clients import factories
 from engine_client.integrations.vllm.interrupts import patch_async_llm, patch_llm, patch_llm_engine
@@ -93,12 +93,19 @@ def _know_version() -> None:
 
 
 def _patch_errors(module: Any) -> None:
-    """Make vLLM's error for a dead engine ours, in every module that has it by name."""
+    """Make vLLM's error for a dead engine ours, in every module of vLLM that has it by name.
+
+    A program may have vLLM's class already, in whatever place; so ours becomes a subclass of it.
+    """
     theirs = module.EngineDeadError
+    if theirs is EngineDeadError:
+        return
     for other in [m for name, m in sys.modules.items() if name.startswith("vllm.")]:
         if vars(other).get("EngineDeadError") is theirs:
             other.EngineDeadError = EngineDeadError  # type: ignore[attr-defined]  # it is there
     module.EngineDeadError = EngineDeadError
+    base = type(theirs.__name__, (theirs,), {"__init__": Exception.__init__})  # theirs says where to look, ours why
+    EngineDeadError.__bases__ = (EngineClientError, base)
 
 
 def _patch_factories(options: ClientOptions | None, module: Any) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from engine_client import ClientOptions
 from engine_client.integrations.vllm.install import general_plugin, install
+from helpers.vllm_scripts import run_vllm, told
 
 
 @pytest.fixture
@@ -37,3 +38,42 @@ def test_the_programs_options_stay(actions):
     actions.reset_mock()
     general_plugin()
     assert not actions.called
+
+
+KILLED = """
+if __name__ == "__main__":
+    from engine_client.integrations.vllm.zmq_stub import provide
+    provide()  # vLLM's modules are imported before the plugin is loaded
+    from vllm import LLM
+    from vllm.v1.engine.exceptions import EngineDeadError
+    import vllm.v1.engine.exceptions
+    from engine_client.integrations.vllm.install import general_plugin
+    general_plugin()
+    tell(late=EngineDeadError is not vllm.v1.engine.exceptions.EngineDeadError)
+    expected = (OSError, EngineDeadError)
+    del EngineDeadError
+    llm = LLM(**SETTINGS)
+    threading.Timer(1.0, kill_engine).start()
+    try:
+        generate(llm, max_tokens=4000)
+    except expected as error:
+        tell(exit_name=error.exit_name, told="SIGKILL(-9)" in str(error), name=type(error).__module__)
+    try:
+        generate(llm)
+    except expected as error:
+        tell(again=type(error).__name__)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.crash
+def test_an_error_that_the_program_had_before(tmp_path):
+    """A program that has vLLM's ``EngineDeadError`` from before the plugin catches with it what this library raises."""
+    caught = told(run_vllm(tmp_path, KILLED, install=False, env={"ENGINE_CLIENT_VLLM": "1"}))
+    assert caught == {
+        "late": True,
+        "exit_name": "SIGKILL(-9)",
+        "told": True,
+        "name": "engine_client.errors",
+        "again": "EngineDeadError",
+    }
