@@ -8,6 +8,7 @@ Threads: plain data.  A client changes the caller's config only by the READY han
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -171,6 +172,8 @@ class ClientOptions:
             raise ValueError(f"on_engine_death must be shutdown, continue or restart, not {self.on_engine_death!r}")
         for name in ("ready_timeout", "shutdown_timeout", "stall_timeout", "spin_us", "restart_delay"):
             check_timeout(getattr(self, name), name)
+        if check_timeout(self.spin_us, "spin_us") in (None, math.inf):
+            raise ValueError(f"spin_us must be a number of microseconds, not {self.spin_us!r}")
         for name in ("arena_limit", "arena_threshold", "high_water", "backlog_limit", "restart_limit"):
             value = getattr(self, name)
             what = "times" if name == "restart_limit" else "bytes"

@@ -40,6 +40,8 @@ def test_start_methods(method):
         ("shutdown_timeout", float("nan"), ValueError),
         ("stall_timeout", -0.1, ValueError),
         ("spin_us", -1, ValueError),
+        ("spin_us", None, ValueError),
+        ("spin_us", float("inf"), ValueError),
         ("arena_limit", -1, ValueError),
         ("arena_limit", 1.5, TypeError),
         ("arena_threshold", True, TypeError),

@@ -213,6 +213,10 @@ class InFlight:
         """
         return self.count(rank) + self._unnoticed.get(rank, 0)
 
+    def notice_ends(self) -> None:
+        """Note that all ends that are here could have been noticed by now."""
+        self._unnoticed = {}
+
     def outputs(self, columns: Columns) -> EngineCoreOutputs:
         """Turn a batch into outputs of the requests still in flight, and forget those that it finishes.
 
@@ -221,7 +225,7 @@ class InFlight:
         self._settle()
         outputs, finished = outputs_from(columns, self._ids)
         if finished:
-            self._unnoticed = {}
+            self.notice_ends()
             self._finished.update(finished)
         return outputs
 

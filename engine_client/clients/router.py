@@ -18,8 +18,10 @@ __all__ = ["LinkClosedError", "Router"]
 
 _BURST: Final = 0.2
 """Seconds after a request in which the pages of some ranks may not know of it yet."""
+_BREATH: Final = 0.1
+"""Seconds between two requests that were not sent in one go."""
 _MEMORY: Final = 1.0
-"""Seconds for which a page may count requests that have ended: a step may take so long."""
+"""Seconds for which requests that have ended may count: a step may take so long, and nobody may look at the end."""
 
 
 class LinkClosedError(Exception):
@@ -41,6 +43,7 @@ class Router:
         self._turns = count(start)
         self._sent_at = 0.0
         self._looked_at = 0.0
+        self._noticed_at = 0.0
         self._peaks: dict[int, int] = {}  # most own requests that a rank had since a moment, and before that
         self._older_peaks: dict[int, int] = {}
         self._peaks_since = 0.0
@@ -94,9 +97,12 @@ class Router:
         if len(links) <= 1:
             return links[0] if links else None
         now = time.monotonic()
+        in_burst = now - self._sent_at < _BURST
+        if not in_burst or (now - self._sent_at > _BREATH and now - self._noticed_at > _MEMORY):
+            self._in_flight.notice_ends()
+            self._noticed_at = now
         loads = {link.rank: Load(*link.status.counts(), self._in_flight.load(link.rank)) for link in links}
         others = self._others
-        in_burst = now - self._sent_at < _BURST
         if not in_burst or now - self._looked_at >= _BURST or others.keys() != loads.keys():
             others = self._others = self._look(loads, now)
         chosen = choose_rank(loads, next(self._turns), in_burst=in_burst, others=others)

@@ -339,14 +339,13 @@ class Traffic:
 
     def _write(self, link: EngineLink, frame: Frame) -> None:
         try:
-            all_sent = link.channel.send(frame)
+            if not link.channel.send(frame):
+                self._reader.wakeup()
         except BrokenPipeError:
             raise LinkGoneError(link) from None
         except BaseException:
             self._reader.wakeup()  # an interrupt may have left half a frame, which goes out all the same
             raise
-        if not all_sent:
-            self._reader.wakeup()
 
     def _fail_all(self, ending: Ending) -> None:
         """Tell everybody who waits that nothing will come."""

@@ -62,7 +62,7 @@ class Gate:
             self._watch(front_end)
             if self._is_overdue(front_end):
                 limits.append(_STALL_LIMIT)
-        events = poll(self._selector, spin) or self._selector.select(min(limits, default=None))
+        events = poll(self._selector, min([spin, *limits])) or self._selector.select(min(limits, default=None))
         return [key.fd for key, _ in events]
 
     def _watch(self, front_end: FrontEnd) -> None:
@@ -71,6 +71,7 @@ class Gate:
             mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0)
             self._selector.modify(front_end.channel.fileno(), mask)
             (self._flushing.add if wanted else self._flushing.discard)(front_end.index)
+            front_end.channel.is_watched = wanted
 
     def is_blocked(self) -> bool:
         """Tell whether so much waits for a front-end that nothing should be added."""

@@ -85,6 +85,7 @@ class Channel:
         self.received = 0  # bytes read so far
         self.in_memory = 0  # buffers that went through shared memory
         self.in_pipe = 0  # buffers that were big enough for it and went through the pipe
+        self.is_watched = False  # whoever flushes has seen that something waits, and will as soon as there is room
         self._fd = fd
         self._writer = writer
         self._arena_reader = reader
@@ -96,7 +97,6 @@ class Channel:
         # -- guarded by _lock --
         self._lock = threading.RLock()
         self._flushing = False
-        self._is_full = False  # the pipe, when something was written last, and somebody knows
         self._backlog = Backlog()
         self.waiting = self._backlog.frames  # empty when there is nothing to flush; for others to look at only
         self._broken: BaseException | None = None
@@ -131,7 +131,7 @@ class Channel:
         The frame's buffers may be changed as soon as this returns.
 
         Returns:
-            Whether all is done: it is written, or waits behind frames for which this was False already.  If not,
+            Whether all is done: it is written, or waits for somebody who watches already (``is_watched``).  If not,
             somebody must ``flush`` when the descriptor is writable.
 
         Raises:
@@ -156,8 +156,9 @@ class Channel:
             self._prepare(outgoing, frame)
             with self._lock:
                 self._check_locked()
+                is_flushed = self.is_watched and bool(self.waiting)
                 self._backlog.append(outgoing)  # from here on the frame goes out whole, whatever interrupts this thread
-                if self._is_full:
+                if is_flushed:
                     self._backlog.own(outgoing)
                     return True
                 return self._flush_locked(outgoing)
@@ -210,7 +211,6 @@ class Channel:
         """
         with self._lock:
             self._check_locked()
-            self._is_full = False
             return self._flush_locked()
 
     def _check_locked(self) -> None:
@@ -254,12 +254,14 @@ class Channel:
     def _write_locked(self, outgoing: Outgoing) -> bool:
         """Make one write of the first frame; return False when the pipe is full.  Requires ``_lock``."""
         parts = outgoing.remaining()
+        if not parts:  # an interrupt came when all was written
+            self._backlog.wrote(0)
+            return True
         try:
             # One C call makes the system call and keeps its count: a signal cannot come between the two.
             sent = map(self._socket.sendmsg, (parts[:_MOST_VECTORS],), ((),), (_NO_SIGNAL,))
             outgoing.written.extend(sent)
         except BlockingIOError:
-            self._is_full = True
             return False
         except OSError as error:
             self._broken = error

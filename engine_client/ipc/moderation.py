@@ -46,7 +46,7 @@ class Moderated:
             timeout: seconds; None waits until there are some.
             spin: seconds to poll for them before the thread sleeps.
         """
-        events = poll(self._selector, spin)
+        events = poll(self._selector, spin if timeout is None else min(spin, timeout))
         if events:
             return events
         if self._in_a_row >= _MOST_IN_A_ROW:

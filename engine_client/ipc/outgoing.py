@@ -97,6 +97,7 @@ class Backlog:
                     if outgoing.written:
                         return  # better to refer to the caller's memory than to break the stream in mid-frame
                     del self.frames[index]
+                    self.nbytes -= outgoing.size
                     outgoing.is_queued = False
                     raise
                 return

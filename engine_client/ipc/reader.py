@@ -233,6 +233,7 @@ class ReaderThread:
                 mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0)
                 self._selector.modify(channel.fileno(), mask, ("channel", rank))
                 (self._flushing.add if wanted else self._flushing.discard)(rank)
+                channel.is_watched = wanted
 
     def _flush(self, rank: int) -> None:
         try:

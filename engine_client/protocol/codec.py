@@ -72,8 +72,9 @@ def dumps(value: Any, *, main_importable: bool = True) -> Payload:
         SerializationError: an object can be sent neither by name nor by value.
         Exception: whatever the value's own code raised (PicklingError, TypeError, ...).
     """
-    if type(value) in _PLAIN and (header := dumps_plain(value)) is not None:
-        return Payload(header, [], False)
+    kind = type(value)
+    if kind in _PLAIN and not (kind is str and len(value) > _LONGEST_PLAIN):
+        return Payload(pickle.dumps(value, _PROTOCOL), [], False)
     return _dump(value, main_importable, None)
 
 

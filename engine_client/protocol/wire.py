@@ -194,6 +194,7 @@ _REST_DEFAULTS = tuple(
 _REST_OF_REQUEST = dict(zip(_REST, _REST_DEFAULTS, strict=True))
 _get_rest = attrgetter(*_REST)
 _PARAMETERS = tuple(f.name for f in fields(SamplingParams))
+_PARAMETER_NAMES = frozenset(_PARAMETERS)
 _get_parameters = attrgetter(*_PARAMETERS)
 
 
@@ -212,7 +213,7 @@ def _rest_of(request: Any) -> dict[str, Any] | None:
 
 def _parameters_of(params: Any) -> tuple[Any, ...] | None:
     """Return the values of our own sampling parameters if all are plain: cheaper than an object, and than its names."""
-    if type(params) is not SamplingParams or len(params.__dict__) != len(_PARAMETERS):
+    if type(params) is not SamplingParams or params.__dict__.keys() != _PARAMETER_NAMES:
         return None
     values: tuple[Any, ...] = _get_parameters(params)
     return values if are_plain(values) else None

@@ -101,3 +101,32 @@ def test_calls_go_to_all_open_engines_or_to_those_named() -> None:
     assert engines.router.links_of([]) == []
     with pytest.raises(ValueError, match="1 is not one"):
         engines.router.links_of([0, 1])
+
+
+def test_ends_that_nobody_looks_at_count_during_a_burst_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that sends now and then and takes its outputs later has its requests go where there is least to do."""
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    engines = Engines((0, 0), (0, 0))
+
+    def send(number: int) -> int:
+        rank = engines.choose()
+        key = engines.in_flight.add(f"r{number}", rank=rank)
+        if rank == 0:  # ends at once; the other one is slow
+            engines.in_flight.arrived([key])
+        else:
+            engines.counts[1] = (0, engines.in_flight.count(1))
+        return rank
+
+    burst = [send(number) for number in range(20)]
+    assert abs(burst.count(0) - burst.count(1)) <= 2
+    later = []
+    for number in range(20, 60):
+        now[0] += 0.3
+        later.append(send(number))
+    assert later.count(1) <= 2
+    steady = []
+    for number in range(60, 160):
+        now[0] += 0.15  # a burst without an end is none
+        steady.append(send(number))
+    assert steady.count(1) < steady.count(0) / 2

@@ -92,12 +92,24 @@ def test_a_frame_bigger_than_the_pipe_waits_in_the_backlog() -> None:
         assert left.wants_write
         assert 0 < left.backlog < len(data) + 100
         data[:] = bytes(len(data))
-        assert left.send(frame(b"small"))  # somebody flushes already
-        assert left.send(frame(b"last", b"of all"))
+        assert left.send(frame(b"small")) is False
         received = pump(left, right)
-        assert [bytes(f.header) for f in received] == [b"big", b"small", b"last"]
+        assert [bytes(f.header) for f in received] == [b"big", b"small"]
         assert received[0].buffers[0] == copy
         assert left.backlog == 0
+
+
+def test_a_sender_leaves_the_rest_to_others_only_if_somebody_watches() -> None:
+    """Until then each says that somebody must flush; and where nothing waits any more it writes by itself."""
+    with pair() as (left, right):
+        assert not left.send(frame(b"big", bytes(3 << 20)))
+        assert not left.send(frame(b"not seen"))  # the news may be lost on the way: an interrupt
+        left.is_watched = True  # as the reader does
+        assert left.send(frame(b"seen"))
+        received = pump(left, right)
+        assert [bytes(f.header) for f in received] == [b"big", b"not seen", b"seen"]
+        assert left.send(frame(b"direct"))
+        assert [bytes(f.header) for f in right.receive()] == [b"direct"]
 
 
 def test_what_an_interrupt_left_counted_does_not_count() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, strategies as st
 
 from engine_client.ipc.outgoing import Backlog, Outgoing
@@ -78,3 +79,19 @@ def test_a_frame_that_waits_is_owned_wherever_it_is() -> None:
     assert b"".join(backlog.frames[0].remaining()) == b"firstabclast"
     backlog.clear()
     assert (len(backlog.frames), backlog.nbytes) == (0, 0)
+
+
+def test_a_frame_that_cannot_be_owned_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no memory for the copy: the frame and its bytes count as never sent, what waits before it goes out."""
+    backlog = Backlog()
+    backlog.append(Outgoing().fill([b"first"]))
+    large = Outgoing().fill([bytearray(1000)])
+    backlog.append(large)
+
+    def fail(outgoing: Outgoing) -> Outgoing:
+        raise MemoryError
+
+    monkeypatch.setattr(Outgoing, "owned", fail)
+    with pytest.raises(MemoryError):
+        backlog.own(large)
+    assert (backlog.nbytes, len(backlog.frames), large.is_queued) == (5, 1, False)

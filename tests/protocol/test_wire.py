@@ -84,6 +84,9 @@ def test_parameters_with_an_attribute_of_their_own_keep_it() -> None:
     parameters.mark = "kept"  # type: ignore[attr-defined]
     arrived = through(request(sampling_params=parameters)).sampling_params
     assert vars(arrived) == vars(parameters)
+    del parameters.seed
+    arrived = through(request(sampling_params=parameters)).sampling_params
+    assert vars(arrived) == vars(parameters)
 
 
 def test_a_request_of_another_class_is_read_by_attribute() -> None:
