@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable
 from contextlib import suppress
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 __all__ = ["patch_async_llm", "patch_llm", "patch_llm_engine"]
 
@@ -53,6 +53,8 @@ def patch_llm(module: ModuleType) -> None:
 def patch_async_llm(module: ModuleType) -> None:
     """Have an ``AsyncLLM`` forget a request that could not be sent, as when it was cancelled meanwhile.
 
+    Streaming input is refused at once: its first part would run alone, and the stream end with it.
+
     Args:
         module: ``vllm.v1.engine.async_llm``.
     """
@@ -72,6 +74,16 @@ def patch_async_llm(module: ModuleType) -> None:
 
     if not hasattr(method, "__wrapped__"):
         engine._add_request = wrapper  # noqa: SLF001  # as above
+    refuse = functools.partial(_refuse_streaming_input, module)
+    engine._add_streaming_input_request = refuse  # noqa: SLF001  # what add_request calls for a generator
+
+
+async def _refuse_streaming_input(module: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    error = NotImplementedError(
+        "engine_client does not carry streaming input: its parts are requests with one id, and an id in flight is "
+        "refused; send the whole prompt, or use vLLM's own client (with pyzmq)"
+    )
+    raise module.InputStreamError(error) from error  # generate() raises what is in it, and hides all else
 
 
 def _wrap(owner: Any, names: tuple[str, ...], engine_of: Callable[[Any], Any]) -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from engine_client.integrations.vllm import interrupts
-from helpers.vllm_scripts import run_vllm, told
+from helpers.vllm_scripts import ASYNC, run_vllm, told
 
 
 class Engine:
@@ -115,6 +115,42 @@ def test_what_is_cancelled_while_it_is_sent(several):
         asyncio.run(add)
     assert engine.aborted == [["child", "parent"] if several else ["child"]]
     assert engine.renderer.clear_mm_cache.called is several
+
+
+STREAMING = (
+    ASYNC
+    + """
+async def parts(seen):
+    from vllm.engine.protocol import StreamingInput
+    seen.append("first")
+    yield StreamingInput(prompt={"prompt_token_ids": [1, 5, 9]})
+    await asyncio.sleep(1.0)  # the first has all its tokens by then
+    seen.append("second")
+    yield StreamingInput(prompt={"prompt_token_ids": [7, 8]})
+
+async def main(llm):
+    from vllm.sampling_params import RequestOutputKind
+    seen, lengths = [], []
+    try:
+        delta = params(4, output_kind=RequestOutputKind.DELTA)
+        async for output in llm.generate(parts(seen), delta, request_id="streamed"):
+            lengths.append(len(output.outputs[0].token_ids))
+    except NotImplementedError as error:
+        tell(error=str(error))
+    tell(seen=seen, lengths=lengths, left=len(llm.output_processor.request_states), next=len((await one(llm, 0))[1]))
+
+if __name__ == "__main__":
+    run(main)
+"""
+)
+
+
+@pytest.mark.slow
+def test_streaming_input(tmp_path):
+    """Input that comes in parts is refused before any of it was taken, however late the second part is."""
+    values = told(run_vllm(tmp_path, STREAMING, env={"VLLM_LOGGING_LEVEL": "CRITICAL"}))
+    assert "engine_client does not carry streaming input" in values.pop("error", "")
+    assert values == {"seen": [], "lengths": [], "left": 0, "next": 12}
 
 
 EVERYWHERE = """
