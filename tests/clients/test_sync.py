@@ -28,7 +28,7 @@ from engine_client.ipc.reader import ReaderThread
 from engine_client.testing.scripted import Script
 from helpers.clients import collect, make_request, pid_of, scripted_client, session_of
 from helpers.procs import wait_gone
-from helpers.timing import took_at_most
+from helpers.timing import DEADLOCK, took_at_most
 
 
 def test_a_request_goes_there_and_back() -> None:
@@ -562,3 +562,24 @@ def test_the_blocking_client_serves_several_ranks() -> None:
         assert second["steps"] > 0
         with pytest.raises(ValueError, match=r"data_parallel_rank 2 is not one of the ranks \[0, 1\]"):
             client.add_request(make_request("wrong", data_parallel_rank=2))
+
+
+def test_an_interrupt_as_the_reader_is_to_be_told_of_what_waits_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever did not fit into the pipe leaves all the same, and later calls are served."""
+    with scripted_client(arena_limit=0) as client:
+        reader = session_of(client)._reader  # noqa: SLF001
+        wakeup = reader.wakeup
+        calls: list[int] = []
+
+        def interrupted() -> None:
+            calls.append(1)
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+            wakeup()
+
+        monkeypatch.setattr(reader, "wakeup", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.call_utility("echo", bytes(3_000_000))
+        for number in range(3):
+            assert client.call_utility("echo", number, timeout=DEADLOCK) == number
+        assert len(calls) >= 2
