@@ -25,6 +25,7 @@ from engine_client import (
     SerializationError,
 )
 from engine_client.ipc.reader import ReaderThread
+from engine_client.testing.faults import frozen
 from engine_client.testing.scripted import Script
 from helpers.clients import collect, make_request, pid_of, scripted_client, session_of
 from helpers.procs import wait_gone
@@ -578,7 +579,7 @@ def test_an_interrupt_as_the_reader_is_to_be_told_of_what_waits_loses_nothing(mo
             wakeup()
 
         monkeypatch.setattr(reader, "wakeup", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with frozen(pid_of(client)), pytest.raises(KeyboardInterrupt):
             client.call_utility("echo", bytes(3_000_000))
         for number in range(3):
             assert client.call_utility("echo", number, timeout=DEADLOCK) == number
