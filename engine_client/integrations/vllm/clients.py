@@ -5,17 +5,21 @@ Threads: as the clients that they make.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from engine_client import ClientOptions, EngineCoreClient
 from engine_client.integrations.vllm.carried import CarriedConfig
+from engine_client.integrations.vllm.zmq_stub import is_stub, unavailable
 
 __all__ = ["factories"]
 
 TARGET: Final = "engine_client.integrations.vllm.engine:build_engine"
 
 _UNSUPPORTED: Final = "engine_client does not carry {}: {}; use vLLM's own client (with pyzmq) for it"
+
+_LISTENERS: Final = ("Nixl", "Mooncake", "MoRIIO")
+"""How the names of KV connectors begin that open a socket in a thread, and wait for ever where there is none."""
 
 
 def factories(
@@ -75,3 +79,15 @@ def _check(vllm_config: Any) -> None:
             )
         if getattr(parallel, "data_parallel_size_local", parallel.data_parallel_size) < parallel.data_parallel_size:
             raise NotImplementedError(_UNSUPPORTED.format("several hosts", "its pipes end at this one"))
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    if transfer is not None and is_stub():
+        for name in _connectors(transfer.kv_connector, transfer.kv_connector_extra_config):
+            if name.startswith(_LISTENERS):
+                raise unavailable(f"the KV connector {name}", "its hosts or processes agree over them")
+
+
+def _connectors(name: str | None, extra: dict[str, Any] | None) -> Iterator[str]:
+    """Yield the name of a KV connector, and of those that a ``MultiConnector`` has."""
+    yield name or ""
+    for inner in (extra or {}).get("connectors") or ():
+        yield from _connectors(inner.get("kv_connector"), inner.get("kv_connector_extra_config"))

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Final
 
-__all__ = ["ZMQUnavailableError", "is_stub", "provide"]
+__all__ = ["ZMQUnavailableError", "is_stub", "provide", "unavailable"]
 
 _CONSTANTS: Final = {
     "PAIR": 0,
@@ -76,6 +76,14 @@ class ZMQUnavailableError(RuntimeError):
     """Something needs a ZMQ socket, and pyzmq is not installed."""
 
 
+def unavailable(feature: str, why: str) -> ZMQUnavailableError:
+    """Return the error for a feature of vLLM; ``why`` says how it is known that it wants a socket."""
+    return ZMQUnavailableError(
+        f"{feature} needs ZMQ sockets ({why}), and pyzmq is not installed; engine_client "
+        "replaces ZMQ between front-end and engine core only: install pyzmq, or do without this feature"
+    )
+
+
 def _refuse(what: str) -> ZMQUnavailableError:
     """Return the error for the first caller outside of vLLM's own helpers for sockets."""
     frame = sys._getframe(2)  # noqa: SLF001  # inspect offers the same, and takes 10 ms to load
@@ -87,10 +95,7 @@ def _refuse(what: str) -> ZMQUnavailableError:
     parts = module.split(".")
     prefixes = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     feature = next((_FEATURES[prefix] for prefix in prefixes if prefix in _FEATURES), "this feature")
-    return ZMQUnavailableError(
-        f"{feature} needs ZMQ sockets ({module} asked for a zmq.{what}), and pyzmq is not installed; engine_client "
-        "replaces ZMQ between front-end and engine core only: install pyzmq, or do without this feature"
-    )
+    return unavailable(feature, f"{module} asked for a zmq.{what}")
 
 
 class _Unavailable:

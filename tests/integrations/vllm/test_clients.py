@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
+from engine_client.integrations.vllm import clients
 from engine_client.integrations.vllm.clients import factories
+from engine_client.integrations.vllm.zmq_stub import ZMQUnavailableError
 from helpers.vllm_scripts import ASYNC, run_vllm, told
 
 
@@ -33,6 +36,29 @@ def test_what_is_not_carried():
     several_hosts.model_config.is_moe = False
     with pytest.raises(NotImplementedError, match="several hosts"):
         make_async(several_hosts, None, False)
+
+
+@pytest.mark.parametrize("stub", [True, False])
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("name", ["NixlConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"])
+def test_connectors_that_would_wait_for_ever(name, several, stub):
+    """A KV connector that opens its socket in a thread is refused by name without pyzmq, inside of another too."""
+    inner = {"kv_connector": name, "kv_connector_extra_config": {}}
+    several_of_them = {"connectors": [{"kv_connector": "ExampleConnector"}, inner]}
+    transfer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": several_of_them} if several else inner
+    asks = config()
+    asks.kv_transfer_config = SimpleNamespace(**transfer)
+    with (
+        mock.patch.object(clients, "is_stub", return_value=stub),
+        mock.patch.object(clients, "EngineCoreClient") as ours,
+    ):
+        _, make_async = factories(lambda *args: args)
+        if stub:
+            with pytest.raises(ZMQUnavailableError, match=f"the KV connector {name} needs ZMQ sockets"):
+                make_async(asks, None, False)
+        else:
+            make_async(asks, None, False)
+    assert ours.make_client.called is not stub
 
 
 RANKS = (

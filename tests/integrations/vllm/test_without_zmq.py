@@ -36,6 +36,26 @@ def test_it_is_refused_at_the_start(tmp_path, settings, feature):
     assert "and pyzmq is not installed" in error["why"]
 
 
+CONNECTOR = """
+if __name__ == "__main__":
+    from vllm import LLM
+    try:
+        LLM(**SETTINGS, kv_transfer_config={"kv_connector": "NixlConnector", "kv_role": "kv_both"})
+    except Exception as error:
+        import psutil
+        tell(kind=type(error).__name__, why=str(error), engines=len(psutil.Process().children()))
+"""
+
+
+@pytest.mark.slow
+def test_a_connector_that_would_listen_in_a_thread(tmp_path):
+    """A KV connector whose start would wait for its listener is refused before there is an engine."""
+    error = told(run_vllm(tmp_path, CONNECTOR))
+    assert error["kind"] == "ZMQUnavailableError"
+    assert error["why"].startswith("the KV connector NixlConnector needs ZMQ sockets")
+    assert error["engines"] == 0
+
+
 OWN_CLIENT = "vLLM's own engine client (several API servers, several hosts, or no install() in this process)"
 
 SOCKETS = """
