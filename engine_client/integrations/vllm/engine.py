@@ -31,17 +31,24 @@ def build_engine(vllm_config: Any, executor_class: Any, log_stats: bool, context
     """Build vLLM's engine core; the target that the clients of this integration name."""
     from vllm.v1.engine.core import EngineCore  # noqa: PLC0415  # it takes seconds, and needs the stub
 
-    _be_independent(vllm_config.parallel_config)
+    _be_independent(vllm_config, context.rank)
     executor_class = _without_queue(vllm_config, executor_class)
     context.progress("loading the model", 0, 0)
     return VllmEngine(EngineCore(vllm_config, executor_class, log_stats, context.executor_failed))
 
 
-def _be_independent(parallel: Any) -> None:
-    """Make a rank of a dense model an engine of its own, as vLLM does; only its index says that there are others."""
-    if parallel.data_parallel_size > 1:
-        parallel.data_parallel_size = parallel.data_parallel_size_local = 1
-        parallel.data_parallel_rank = 0
+def _be_independent(vllm_config: Any, rank: int) -> None:
+    """Make a rank of a dense model an engine of its own, as vLLM does, with its own indices and name in transfers."""
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    if parallel.data_parallel_size == 1 and rank == 0:
+        return
+    if parallel.data_parallel_rank_local is None:  # else its user has several engines on this host
+        parallel.data_parallel_rank_local = 0 if parallel.data_parallel_external_lb else rank
+    if transfer is not None:
+        transfer.engine_id = f"{transfer.engine_id}_dp{rank}"
+    parallel.data_parallel_index = rank
+    parallel.data_parallel_size = parallel.data_parallel_size_local = 1
+    parallel.data_parallel_rank = 0
 
 
 def _without_queue(vllm_config: Any, executor_class: Any) -> Any:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import sys
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
 
-from engine_client.integrations.vllm.engine import VllmEngine
+from engine_client.integrations.vllm import engine as engines
+from engine_client.integrations.vllm.engine import VllmEngine, build_engine
+from engine_client.interfaces import EngineContext
 from helpers.vllm_scripts import ASYNC, run_vllm, told
 
 SCRIPT = (
@@ -103,6 +107,40 @@ def test_counts_and_outputs_are_in_this_librarys_order():
     assert engine.counts() == (5, 3)
     assert not engine.has_work()
     assert engine.take_outputs() == {}
+
+
+def built(rank, **parallel):
+    """Return the configuration with which a rank's engine core was built, and its executor was looked for."""
+    names = ("data_parallel_size", "data_parallel_size_local", "data_parallel_rank", "data_parallel_index")
+    values = {**dict.fromkeys(names, rank), "data_parallel_rank_local": None, "data_parallel_external_lb": False}
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**{**values, **parallel}), kv_transfer_config=SimpleNamespace(engine_id="e")
+    )
+    core = ModuleType("vllm.v1.engine.core")
+    core.EngineCore = mock.Mock()
+    with mock.patch.dict(sys.modules, {core.__name__: core}), mock.patch.object(engines, "_without_queue"):
+        build_engine(config, None, False, EngineContext(rank=rank))
+    assert core.EngineCore.call_args.args[0] is config
+    return config
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_ranks_can_be_told_apart(size):
+    """Each of several ranks has a name of its own for transfers, and its place on this host; otherwise it is alone."""
+    for rank in range(size):
+        config = built(rank, data_parallel_size=size)
+        parallel = config.parallel_config
+        assert config.kv_transfer_config.engine_id == (f"e_dp{rank}" if size > 1 else "e")
+        assert parallel.data_parallel_rank_local == (rank if size > 1 else None)
+        assert (parallel.data_parallel_size, parallel.data_parallel_rank, parallel.data_parallel_index) == (1, 0, rank)
+
+
+@pytest.mark.parametrize("local", [None, 1])
+def test_a_rank_that_somebody_else_balances(local):
+    """A rank with a client of its own is the first of this host, unless its user says which one it is."""
+    config = built(2, data_parallel_size=3, data_parallel_external_lb=True, data_parallel_rank_local=local)
+    assert config.parallel_config.data_parallel_rank_local == (local or 0)
+    assert config.kv_transfer_config.engine_id == "e_dp2"
 
 
 @pytest.mark.parametrize("caches", [True, False])
