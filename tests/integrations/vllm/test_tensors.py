@@ -152,6 +152,9 @@ def cached(worker):
     cache = core_of_engine().mm_receiver_cache._cache
     return [medium(value) for item in cache.values() for value in item.get_data().values()]
 
+def encoded(worker):
+    return [len(core_of_engine().scheduler.encoder_cache_manager.cached), len(worker.model_runner.encoder_cache)]
+
 if __name__ == "__main__":
     folder = f"{sys.argv[1]}/clip"
     tiny_clip(folder)
@@ -169,6 +172,11 @@ if __name__ == "__main__":
     tell(vectors=[embed(image) for image in (images[0], images[1], images[0])])
     if hasattr(core, "_session"):
         tell(counters=counters(core), cached=llm.collective_rpc(cached), used=core._session.writer.used)
+        tell(encoded=llm.collective_rpc(encoded))
+        llm.llm_engine.reset_encoder_cache()
+        llm.reset_mm_cache()
+        tell(encoded_after=llm.collective_rpc(encoded), cached_after=llm.collective_rpc(cached))
+        tell(vector_after=embed(images[0]), counters_after=counters(core))
     def interrupt(*args, **kwargs):
         del llm._add_request
         raise KeyboardInterrupt
@@ -187,10 +195,16 @@ def images(tmp_path_factory):
     return told(run_vllm(tmp_path_factory.mktemp("images"), IMAGES))
 
 
+@pytest.fixture(scope="module")
+def inside(tmp_path_factory):
+    """Tell what the model makes of the images in process."""
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    return told(run_vllm(tmp_path_factory.mktemp("inside"), IMAGES, env=environment))
+
+
 @pytest.mark.slow
-def test_images(images, tmp_path):
+def test_images(images, inside):
     """A model gets the same out of images as in process; each crosses once, by the arena."""
-    inside = told(run_vllm(tmp_path, IMAGES, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}))
     assert images["vectors"] == inside["vectors"]
     first, second, again = images["vectors"]
     assert first == again
@@ -199,10 +213,21 @@ def test_images(images, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_image_after_an_interrupt(images):
+def test_an_image_after_an_interrupt(images, inside):
     """An image whose first call was interrupted before the engine had it is sent with the next."""
-    assert len(images["after_interrupt"]) == len(images["vectors"][0])
+    assert images["after_interrupt"] == inside["after_interrupt"]
     assert images["after_interrupt"] not in images["vectors"]
+
+
+@pytest.mark.slow
+def test_forgotten_images(images):
+    """When the caches are reset, the engine has nothing of an image, which crosses again."""
+    (encoded,) = images["encoded"]
+    assert min(encoded) > 0
+    assert images["encoded_after"] == [[0, 0]]
+    assert images["cached_after"] == [[]]
+    assert images["vector_after"] == images["vectors"][0]
+    assert images["counters_after"] == [3, 0]
 
 
 @pytest.mark.slow
