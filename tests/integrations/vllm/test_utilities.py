@@ -175,6 +175,34 @@ async def raised(awaitable):
         import traceback
         return [type(error).__name__, error.args, "".join(traceback.format_exception(error)), vars(error)]
 
+class Inputs(dict):
+    clear_cache = dict.clear
+
+def caches(worker, fill):
+    frame = sys._getframe()
+    while type(frame.f_locals.get("self")).__name__ != "EngineCore":
+        frame = frame.f_back
+    core = frame.f_locals["self"]
+    if fill:
+        core.mm_receiver_cache = Inputs(one=1)  # a text model has none
+        core.scheduler.encoder_cache_manager.cached["one"] = worker.model_runner.encoder_cache["one"] = set()
+    encoder = len(core.scheduler.encoder_cache_manager.cached), len(worker.model_runner.encoder_cache)
+    return [len(core.mm_receiver_cache), *encoder]
+
+async def cached_tokens(llm):
+    prompt = {"prompt_token_ids": [number % 500 for number in range(300)]}
+    async for output in llm.generate(prompt, params(1), request_id=f"{time.monotonic_ns()}"):
+        pass
+    return output.num_cached_tokens
+
+async def resets(llm):
+    tell(prefix=[await cached_tokens(llm) for _ in range(2)], reset_prefix=await llm.reset_prefix_cache(),
+         prefix_after=await cached_tokens(llm))
+    steps = [await llm.collective_rpc(caches, None, (True,))]
+    for reset in (llm.reset_mm_cache, llm.reset_encoder_cache):
+        steps += [await reset(), await llm.collective_rpc(caches, None, (False,))]
+    tell(resets=steps)
+
 async def values(llm):
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     core = llm.engine_core
@@ -185,8 +213,7 @@ async def values(llm):
     tell(spec=[*spec[:2], type(spec[2]) is FullAttentionSpec, spec[2].block_size > 0, spec[3]])
     tell(by_name=await llm.collective_rpc("check_health"))
     tell(groups=await core.call_utility_async("get_kv_cache_group_metadata"))
-    for name in ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache", "get_supported_tasks"):
-        tell(**{name: await getattr(llm, name)()})
+    tell(tasks=await llm.get_supported_tasks())
     await core.execute_dummy_batch_async()
 
 async def errors(llm):
@@ -270,7 +297,7 @@ async def cancel(llm):
     tell(cancel=[given_up.cancelled(), await kept, following, reason, same, repr(llm.engine_core._session)])
 
 async def main(llm):
-    for part in (values, errors, save, future, sleep, cancel):
+    for part in (values, resets, errors, save, future, sleep, cancel):
         await part(llm)
     for mode in ("abort", "wait", "keep"):
         await pause(llm, mode)
@@ -294,14 +321,16 @@ def test_values(plain):
     assert plain["spec"] == ["FullAttentionSpec", True, True, True, 9]
     assert plain["by_name"] == [None]
     assert plain["groups"][0]["kind"] == "full_attention"
-    assert plain["get_supported_tasks"] == ["generate"]
+    assert plain["tasks"] == ["generate"]
 
 
 @pytest.mark.slow
 def test_caches(plain):
-    """The caches of prefixes, of multimodal inputs and of the encoder are reset."""
-    assert plain["reset_prefix_cache"] is True
-    assert plain["reset_mm_cache"] is plain["reset_encoder_cache"] is None
+    """The caches of prefixes, of multimodal inputs and of the encoder are full, and empty after their reset."""
+    assert plain["prefix"] == [0, 256]
+    assert plain["reset_prefix"] is True
+    assert plain["prefix_after"] == 0
+    assert plain["resets"] == [[[1, 1, 1]], None, [[0, 1, 1]], None, [[0, 0, 0]]]
 
 
 @pytest.mark.slow
