@@ -72,6 +72,9 @@ def factories(
 def _check(vllm_config: Any) -> None:
     """Refuse what would start and then not work."""
     parallel = vllm_config.parallel_config
+    if getattr(parallel, "data_parallel_backend", "mp") == "ray":  # it counts for a single engine, too
+        why = "it starts the processes of its engines by itself"
+        raise NotImplementedError(_UNSUPPORTED.format("the data-parallel backend 'ray'", why))
     if parallel.data_parallel_size > 1:
         if getattr(vllm_config.model_config, "is_moe", False):
             raise NotImplementedError(

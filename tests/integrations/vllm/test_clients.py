@@ -26,12 +26,14 @@ def test_engines_in_process_are_left_to_vllm():
 
 
 def test_what_is_not_carried():
-    """Several API servers, several hosts and mixtures of experts in lock-step are refused by name."""
+    """Several API servers, several hosts, Ray and mixtures of experts in lock-step are refused by name."""
     _, make_async = factories(lambda *args: args)
     with pytest.raises(NotImplementedError, match="several API servers"):
         make_async(config(), None, False, {"input_address": "tcp://"}, 2, 0)
     with pytest.raises(NotImplementedError, match="mixture of experts"):
         make_async(config(data_parallel_size=2, data_parallel_size_local=2), None, False)
+    with pytest.raises(NotImplementedError, match="backend 'ray'"):
+        make_async(config(data_parallel_backend="ray"), None, False)
     several_hosts = config(data_parallel_size=2)
     several_hosts.model_config.is_moe = False
     with pytest.raises(NotImplementedError, match="several hosts"):
