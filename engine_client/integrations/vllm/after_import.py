@@ -25,6 +25,8 @@ class _Loader(Loader):
         self._action = action
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_inner":  # not there yet, in a copy under way
+            raise AttributeError(name)
         return getattr(self._inner, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import pickle
 import sys
 from unittest import mock
 
@@ -25,6 +27,15 @@ def test_a_module_that_comes_later(module):
     after_import(module, lambda loaded: setattr(loaded, "value", loaded.value + 1))
     assert importlib.import_module(module).value == 2
     assert importlib.import_module(module).__loader__.get_source(module) == "value = 1\n"
+
+
+def test_a_copy_of_its_loader(module):
+    """The loader of such a module can be copied and pickled like the one that it stands for."""
+    after_import(module, print)
+    loader = importlib.import_module(module).__loader__
+    for copied in (copy.copy(loader), pickle.loads(pickle.dumps(loader))):
+        assert copied.get_source(module) == "value = 1\n"
+        assert not hasattr(copied, "no_such_attribute")
 
 
 def test_a_module_that_is_there(module):
