@@ -29,19 +29,24 @@ _UTILITIES: Final = (
 
 def build_engine(vllm_config: Any, executor_class: Any, log_stats: bool, context: EngineContext) -> VllmEngine:
     """Build vLLM's engine core; the target that the clients of this integration name."""
-    from vllm.v1.engine.core import EngineCore  # noqa: PLC0415  # it takes seconds, and needs the stub
+    from vllm.utils.system_utils import decorate_logs  # noqa: PLC0415  # it takes seconds, and needs the stub
+    from vllm.v1.engine.core import EngineCore  # noqa: PLC0415  # as above
 
-    _be_independent(vllm_config, context.rank)
+    decorate_logs(_be_independent(vllm_config, context.rank))
     executor_class = _without_queue(vllm_config, executor_class)
     context.progress("loading the model", 0, 0)
     return VllmEngine(EngineCore(vllm_config, executor_class, log_stats, context.executor_failed))
 
 
-def _be_independent(vllm_config: Any, rank: int) -> None:
-    """Make a rank of a dense model an engine of its own, as vLLM does, with its own indices and name in transfers."""
+def _be_independent(vllm_config: Any, rank: int) -> str:
+    """Make a rank of a dense model an engine of its own, as vLLM does, with its own indices and name in transfers.
+
+    Returns:
+        What vLLM calls the process, in its log.
+    """
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     if parallel.data_parallel_size == 1 and rank == 0:
-        return
+        return "EngineCore"
     if parallel.data_parallel_rank_local is None:  # else its user has several engines on this host
         parallel.data_parallel_rank_local = 0 if parallel.data_parallel_external_lb else rank
     if transfer is not None:
@@ -49,6 +54,7 @@ def _be_independent(vllm_config: Any, rank: int) -> None:
     parallel.data_parallel_index = rank
     parallel.data_parallel_size = parallel.data_parallel_size_local = 1
     parallel.data_parallel_rank = 0
+    return f"EngineCore_DP{rank}"
 
 
 def _without_queue(vllm_config: Any, executor_class: Any) -> Any:

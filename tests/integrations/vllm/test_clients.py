@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from unittest import mock
 
@@ -67,6 +68,7 @@ RANKS = (
     ASYNC
     + """
 def leave_a_mark(worker, folder):
+    print("leaves a mark", flush=True)
     with open(f"{folder}/rank-{os.getpid()}", "w"):
         return os.getpid()
 
@@ -144,7 +146,8 @@ if __name__ == "__main__":
 def ranks(tmp_path_factory):
     """Tell what ``AsyncLLM`` has met with two ranks of a dense model, one of which was killed at last."""
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "CRITICAL"}
-    return told(run_vllm(tmp_path_factory.mktemp("ranks"), RANKS, env=environment))
+    result = run_vllm(tmp_path_factory.mktemp("ranks"), RANKS, env=environment)
+    return {**told(result), "log": [line for line in result.stdout.splitlines() if "leaves a mark" in line]}
 
 
 @pytest.mark.slow
@@ -164,6 +167,15 @@ def test_utilities_reach_two_ranks(ranks):
     assert len(ranks["marks"]) == 2
     assert f"rank-{ranks['pid']}" in ranks["marks"]
     assert ranks["paused"] == [True, True]
+
+
+@pytest.mark.slow
+def test_ranks_in_the_log(ranks):
+    """Each line of a rank says which one it is of, and which process, as with vLLM's own client."""
+    pids = [mark.removeprefix("rank-") for mark in ranks["marks"]]
+    lines = [re.fullmatch(r"\(EngineCore_DP([01]) pid=(\d+)\) leaves a mark", line) for line in ranks["log"]]
+    assert sorted(line[1] for line in lines) == ["0", "1"]
+    assert sorted(line[2] for line in lines) == sorted(pids)
 
 
 @pytest.mark.slow

@@ -110,26 +110,28 @@ def test_counts_and_outputs_are_in_this_librarys_order():
 
 
 def built(rank, **parallel):
-    """Return the configuration with which a rank's engine core was built, and its executor was looked for."""
+    """Return the configuration with which a rank's engine core was built, and the name of the process in vLLM's log."""
     names = ("data_parallel_size", "data_parallel_size_local", "data_parallel_rank", "data_parallel_index")
     values = {**dict.fromkeys(names, rank), "data_parallel_rank_local": None, "data_parallel_external_lb": False}
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(**{**values, **parallel}), kv_transfer_config=SimpleNamespace(engine_id="e")
     )
-    core = ModuleType("vllm.v1.engine.core")
-    core.EngineCore = mock.Mock()
-    with mock.patch.dict(sys.modules, {core.__name__: core}), mock.patch.object(engines, "_without_queue"):
+    core, logs = ModuleType("vllm.v1.engine.core"), ModuleType("vllm.utils.system_utils")
+    core.EngineCore, logs.decorate_logs = mock.Mock(), mock.Mock()
+    modules = {module.__name__: module for module in (core, logs)}
+    with mock.patch.dict(sys.modules, modules), mock.patch.object(engines, "_without_queue"):
         build_engine(config, None, False, EngineContext(rank=rank))
     assert core.EngineCore.call_args.args[0] is config
-    return config
+    return config, logs.decorate_logs.call_args.args
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_ranks_can_be_told_apart(size):
-    """Each of several ranks has a name of its own for transfers, and its place on this host; otherwise it is alone."""
+    """Each of several ranks has a name for transfers, one for the log and its place on this host; else it is alone."""
     for rank in range(size):
-        config = built(rank, data_parallel_size=size)
+        config, names = built(rank, data_parallel_size=size)
         parallel = config.parallel_config
+        assert names == (f"EngineCore_DP{rank}" if size > 1 else "EngineCore",)
         assert config.kv_transfer_config.engine_id == (f"e_dp{rank}" if size > 1 else "e")
         assert parallel.data_parallel_rank_local == (rank if size > 1 else None)
         assert (parallel.data_parallel_size, parallel.data_parallel_rank, parallel.data_parallel_index) == (1, 0, rank)
@@ -138,7 +140,7 @@ def test_ranks_can_be_told_apart(size):
 @pytest.mark.parametrize("local", [None, 1])
 def test_a_rank_that_somebody_else_balances(local):
     """A rank with a client of its own is the first of this host, unless its user says which one it is."""
-    config = built(2, data_parallel_size=3, data_parallel_external_lb=True, data_parallel_rank_local=local)
+    config, _ = built(2, data_parallel_size=3, data_parallel_external_lb=True, data_parallel_rank_local=local)
     assert config.parallel_config.data_parallel_rank_local == (local or 0)
     assert config.kv_transfer_config.engine_id == "e_dp2"
 
