@@ -170,6 +170,37 @@ def test_the_end_is_not_held_up():
     core.shutdown.assert_called_once_with()
 
 
+WITHOUT_GUARD = """
+with open(sys.argv[1] + "/ran", "a") as file:
+    print(__name__, file=file)
+
+def answer(worker):
+    return __name__
+
+from vllm import LLM
+llm = LLM(**SETTINGS)
+
+def runs():
+    with open(sys.argv[1] + "/ran") as file:
+        return file.read().split()
+
+expected, before = generate(llm), runs()
+(named,) = llm.collective_rpc(answer)
+tell(before=before, named=named, after=runs(), same=generate(llm) == expected)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_without_a_guard(tmp_path):
+    """The engine does not run the program, unless it gets a function of it: then as far as where the engine is made."""
+    assert told(run_vllm(tmp_path, WITHOUT_GUARD)) == {
+        "before": ["__main__"],
+        "named": "__mp_main__",
+        "after": ["__main__", "__mp_main__"],
+        "same": True,
+    }
+
+
 @pytest.mark.slow
 def test_vllms_outputs(lived):
     """vLLM's class of outputs tells at once which have more than tokens; all that they say arrives."""
