@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from helpers.procs import ScriptResult, run_script
+from helpers.procs import ScriptResult, run_script, script_environment
 
 __all__ = ["ASYNC", "CHAT", "ENVIRONMENT", "GENERATE", "HAS_ZMQ", "PRELUDE", "model_folder", "run_vllm", "told"]
 
@@ -86,15 +87,19 @@ def kinds(llm, stop):
     runs += [(long, SamplingParams(**greedy, prompt_logprobs=5)), (long, SamplingParams(**greedy))]
     return [[row(output) for output in llm.generate(*run, use_tqdm=False)] for run in runs]
 
+def has_stub(worker=None):
+    import zmq
+    return zmq.__spec__.origin == "engine_client"
+
 if __name__ == "__main__":
     from vllm import LLM
     llm = LLM(**SETTINGS)
     tokens = generate(llm)
     tell(tokens=tokens, kinds=kinds(llm, tokens[0][2]), client=type(llm.llm_engine.engine_core).__module__)
-    import zmq
-    tell(stub=zmq.__spec__.origin == "engine_client")
+    tell(stubs=[has_stub(), *llm.collective_rpc(has_stub)])
 """
-"""What the tiny model generates: greedy tokens, other kinds of outputs, and who has carried them."""
+"""What the tiny model generates: greedy tokens, other kinds of outputs, who has carried them, and whether the front-end
+and the engine have the stub."""
 
 CHAT: Final = """
 if __name__ == "__main__":
@@ -106,6 +111,19 @@ if __name__ == "__main__":
     tell(client=type(llm.llm_engine.engine_core).__module__)
 """
 """Greedy answers of a model with a tokenizer, and who has carried them."""
+
+_WITHOUT_ZMQ: Final = """
+import sys
+from importlib.machinery import PathFinder
+
+class WithoutZmq(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] == "zmq" else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutZmq
+"""
+"""Run by every interpreter that has it as ``sitecustomize``: there is no pyzmq, even where it is installed."""
 
 ASYNC: Final = """
 import asyncio
@@ -145,6 +163,7 @@ def run_vllm(
     *,
     model: Path | None = None,
     install: bool = True,
+    pyzmq: bool = True,
     timeout: float = 300,
     **options: Any,
 ) -> ScriptResult:
@@ -155,12 +174,16 @@ def run_vllm(
         source: what to do.
         model: folder of another model.
         install: put this library in place first.
+        pyzmq: False hides it, if it is installed, from the script and from the processes that it starts.
         timeout: seconds; vLLM alone takes twenty to start.
         options: for ``run_script``.
     """
     start = "from engine_client.integrations.vllm import install\ninstall()\n" if install else ""
     # What vLLM knows of models from other runs, such as one with pyzmq, must not help this session.
     environment = {**ENVIRONMENT, "VLLM_CACHE_ROOT": str(folder.parent / "vllm-cache"), **options.pop("env", {})}
+    if not pyzmq:
+        (folder / "sitecustomize.py").write_text(_WITHOUT_ZMQ, encoding="utf-8")
+        environment["PYTHONPATH"] = os.pathsep.join([str(folder), script_environment()["PYTHONPATH"]])
     script = folder / "script.py"
     script.write_text(PRELUDE + start + source, encoding="utf-8")
     return run_script(script, str(model or model_folder(folder)), flags=(), timeout=timeout, env=environment, **options)

@@ -57,11 +57,11 @@ def smollm(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def dummy_answers(tmp_path_factory) -> dict[str, Any]:
-    """Give what the tiny model of random weights generates on this library, and with which client and zmq."""
-    return told(run_vllm(tmp_path_factory.mktemp("dummy"), GENERATE))
+    """Give what the tiny model of random weights generates on this library without pyzmq, and with which client."""
+    return told(run_vllm(tmp_path_factory.mktemp("dummy"), GENERATE, pyzmq=False))
 
 
 @pytest.fixture(scope="session")
 def smollm_answers(smollm, tmp_path_factory) -> dict[str, Any]:
-    """Give what SmolLM2 answers on this library."""
-    return told(run_vllm(tmp_path_factory.mktemp("chat"), CHAT, model=smollm))
+    """Give what SmolLM2 answers on this library without pyzmq."""
+    return told(run_vllm(tmp_path_factory.mktemp("chat"), CHAT, model=smollm, pyzmq=False))
