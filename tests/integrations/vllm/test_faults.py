@@ -1,4 +1,4 @@
-"""Signals from outside, to vLLM's process or its engine's, in the middle of calls that would wait for long."""
+"""Signals to vLLM's process or its engine's, in the middle of a start and of calls that would wait for long."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ def interrupt():
 if __name__ == "__main__":
     from vllm import LLM
     from vllm.v1.engine.exceptions import EngineDeadError
-    llm = LLM(**SETTINGS)
+    longer = dict(max_model_len=60_000, hf_overrides={"max_position_embeddings": 60_000})
+    llm = LLM(**{**SETTINGS, **longer})
     expected = generate(llm)
     for name, signals in (("once", [interrupt]), ("twice", [interrupt, interrupt])):
         timer = after(0.5, *signals)
-        outcome, seconds = timed(lambda: generate(llm, max_tokens=4000))
+        outcome, seconds = timed(lambda: generate(llm, max_tokens=59_000))  # minutes
         try:
             timer.join()  # the second interrupt of an impatient user may come here
         except KeyboardInterrupt:
             timer.join()
         left = llm.llm_engine.get_num_unfinished_requests()
-        tell(**{name: [outcome[0], seconds < 20, left, generate(llm) == expected]})
+        tell(**{name: [outcome[0], seconds < 5, left, generate(llm) == expected]})
     after(0.5, interrupt)
     outcome, seconds = timed(lambda: llm.collective_rpc(doze, args=(8,)))
-    tell(call=[outcome[0], seconds < 7])
+    tell(call=[outcome[0], seconds < 5])
     tell(next_call=llm.collective_rpc(doze, args=(0,)), next=generate(llm) == expected)
     after(0.5, kill_engine)
     outcome, seconds = timed(lambda: llm.collective_rpc(doze, args=(600,)))
@@ -70,7 +71,7 @@ def signals(tmp_path_factory):
 @pytest.mark.crash
 @pytest.mark.parametrize("times", ["once", "twice"])
 def test_interrupted_generate(signals, times):
-    """After Ctrl-C, or two, nothing of that ``generate`` is left, and the next one returns its own outputs."""
+    """Ctrl-C, or two, ends a ``generate`` of minutes at once and leaves nothing; the next returns its own outputs."""
     assert signals[times] == ["KeyboardInterrupt", True, 0, True]
 
 
@@ -90,6 +91,58 @@ def test_death_during_a_call(signals):
     assert signals["death"] == ["EngineDeadError", True, True]
     assert signals["is_vllms"] is True
     assert signals["generate"] == signals["again"] == ["EngineDeadError", True]
+
+
+@pytest.mark.slow
+@pytest.mark.crash
+def test_a_killed_engine_ends_generate(tmp_path):
+    """An engine that is killed during ``LLM.generate`` ends it with the error that vLLM knows for it."""
+    result = run_vllm(
+        tmp_path,
+        """
+if __name__ == "__main__":
+    from vllm import LLM
+    from vllm.v1.engine.exceptions import EngineDeadError
+    llm = LLM(**SETTINGS)
+    threading.Timer(1.0, kill_engine).start()
+    try:
+        generate(llm, max_tokens=4000)
+    except EngineDeadError as error:
+        tell(error=str(error), exit_name=error.exit_name)
+""",
+    )
+    assert told(result)["exit_name"] == "SIGKILL(-9)"
+
+
+@pytest.mark.slow
+@pytest.mark.crash
+def test_a_kill_at_the_start(tmp_path):
+    """An engine that is killed while it loads fails the start at once, by name."""
+    result = run_vllm(
+        tmp_path,
+        """
+def kill_when_it_is_there():
+    import psutil
+    while not any("engine_client" in " ".join(child.cmdline()) for child in psutil.Process().children()):
+        time.sleep(0.05)
+    time.sleep(1.0)
+    killed.append(time.monotonic())
+    kill_engine()
+
+if __name__ == "__main__":
+    from vllm import LLM
+    killed = []
+    threading.Thread(target=kill_when_it_is_there, daemon=True).start()
+    try:
+        LLM(**SETTINGS)
+    except RuntimeError as error:
+        tell(kind=type(error).__name__, error=str(error), seconds=time.monotonic() - killed[0])
+""",
+    )
+    error = told(result)
+    assert error["kind"] == "StartupError"
+    assert "SIGKILL(-9)" in error["error"]
+    assert error["seconds"] < 5
 
 
 @pytest.mark.slow
@@ -136,4 +189,21 @@ if __name__ == "__main__":
 """,
     )
     assert result.stdout == "calls\n"
+    result.check(-signal.SIGKILL, stderr=result.stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.crash
+def test_no_orphan_of_a_generate(tmp_path):
+    """When vLLM's process is killed while its engine generates, the engine ends, too."""
+    result = run_vllm(
+        tmp_path,
+        """
+if __name__ == "__main__":
+    from vllm import LLM
+    llm = LLM(**SETTINGS)
+    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGKILL]).start()
+    generate(llm, max_tokens=4000)
+""",
+    )
     result.check(-signal.SIGKILL, stderr=result.stderr)

@@ -1,9 +1,8 @@
-"""vLLM's LLM on this library: the same tokens, and an end to every call."""
+"""vLLM's LLM on this library: the same tokens, the guide, and the end of the interpreter."""
 
 from __future__ import annotations
 
 import re
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -75,94 +74,6 @@ def test_real_weights(smollm, smollm_answers, tmp_path):
     assert smollm_answers["client"] == "engine_client.clients.sync"
     inside = told(run_vllm(tmp_path, CHAT, model=smollm, env=IN_PROCESS))
     assert inside == {**smollm_answers, "client": "vllm.v1.engine.core_client"}
-
-
-@pytest.mark.slow
-@pytest.mark.crash
-def test_a_killed_engine_ends_generate(tmp_path):
-    """An engine that is killed during ``LLM.generate`` ends it with the error that vLLM knows for it."""
-    result = run_vllm(
-        tmp_path,
-        """
-if __name__ == "__main__":
-    from vllm import LLM
-    from vllm.v1.engine.exceptions import EngineDeadError
-    llm = LLM(**SETTINGS)
-    threading.Timer(1.0, kill_engine).start()
-    try:
-        generate(llm, max_tokens=4000)
-    except EngineDeadError as error:
-        tell(error=str(error), exit_name=error.exit_name)
-""",
-    )
-    assert told(result)["exit_name"] == "SIGKILL(-9)"
-
-
-@pytest.mark.slow
-@pytest.mark.crash
-def test_an_interrupt_leaves_nothing(tmp_path):
-    """After Ctrl-C in ``LLM.generate`` the next one returns its own outputs, and nothing of the last."""
-    result = run_vllm(
-        tmp_path,
-        """
-if __name__ == "__main__":
-    from vllm import LLM
-    llm = LLM(**SETTINGS)
-    before = generate(llm)
-    threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT]).start()
-    try:
-        generate(llm, max_tokens=4000)
-    except KeyboardInterrupt:
-        tell(interrupted=True, left=llm.llm_engine.get_num_unfinished_requests())
-    tell(same=generate(llm) == before)
-""",
-    )
-    assert told(result) == {"interrupted": True, "left": 0, "same": True}
-
-
-@pytest.mark.slow
-@pytest.mark.crash
-def test_no_orphan(tmp_path):
-    """When the process of ``LLM`` is killed, its engine ends."""
-    result = run_vllm(
-        tmp_path,
-        """
-if __name__ == "__main__":
-    from vllm import LLM
-    llm = LLM(**SETTINGS)
-    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGKILL]).start()
-    generate(llm, max_tokens=4000)
-""",
-    )
-    result.check(-signal.SIGKILL, stderr=result.stderr)
-
-
-@pytest.mark.slow
-@pytest.mark.crash
-def test_a_kill_at_the_start(tmp_path):
-    """An engine that is killed while it loads fails the start at once, by name."""
-    result = run_vllm(
-        tmp_path,
-        """
-def kill_when_it_is_there():
-    import psutil
-    while not any("engine_client" in " ".join(child.cmdline()) for child in psutil.Process().children()):
-        time.sleep(0.05)
-    time.sleep(1.0)
-    kill_engine()
-
-if __name__ == "__main__":
-    from vllm import LLM
-    threading.Thread(target=kill_when_it_is_there, daemon=True).start()
-    try:
-        LLM(**SETTINGS)
-    except RuntimeError as error:
-        tell(kind=type(error).__name__, error=str(error))
-""",
-    )
-    error = told(result)
-    assert error["kind"] == "StartupError"
-    assert "SIGKILL(-9)" in error["error"]
 
 
 @pytest.mark.slow
