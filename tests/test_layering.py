@@ -161,7 +161,7 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "vllm": {"vllm.install"},
         "vllm.__main__": {"vllm.install"},
         "vllm.carried": {"vllm.subprocesses"},
-        "vllm.clients": {"vllm.carried"},
+        "vllm.clients": {"vllm.carried", "vllm.zmq_stub"},
         "vllm.install": {
             *("vllm.after_import", "vllm.clients", "vllm.interrupts", "vllm.serving", "vllm.subprocesses"),
             "vllm.version",
