@@ -83,10 +83,10 @@ class Server:
         return sum(self.metrics(name))
 
     def interrupt(self):
-        """Interrupt the server if it runs; nothing of it may be left."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-        self.process.wait(60)
+        """Interrupt the server, which runs; it ends as it should, and nothing of it may be left."""
+        assert self.process.poll() is None, self.log.read_text(encoding="utf-8")
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(60) == 0, self.log.read_text(encoding="utf-8")
         eventually(lambda: not marked_processes(self.mark), 10)
 
 
@@ -109,7 +109,8 @@ def serving(model, folder, *options):
     try:
         eventually(server.is_healthy, 200)
         yield server
-        server.interrupt()
+        if process.returncode is None:  # not interrupted by the test
+            server.interrupt()
     finally:
         for key in marked_processes(mark):
             with suppress(OSError):
