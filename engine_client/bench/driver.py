@@ -63,6 +63,7 @@ def main(arguments: list[str]) -> None:
     sys.path[:] = [*package, *(entry for entry in sys.path if Path(entry or ".").resolve() != here.resolve())]
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what is printed is not lost at the end
     try:
         side = load(path).make_side()
     except Exception as error:  # noqa: BLE001  # as in serve
