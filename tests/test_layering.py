@@ -166,6 +166,8 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
             *("vllm.after_import", "vllm.clients", "vllm.interrupts", "vllm.serving", "vllm.subprocesses"),
             "vllm.version",
         },
+        "vllm.interrupts": {"vllm.after_import"},
+        "vllm.serving": {"vllm.after_import"},
         "vllm.subprocesses": {"vllm.after_import", "vllm.zmq_stub"},
     },
 }

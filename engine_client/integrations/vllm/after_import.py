@@ -1,4 +1,4 @@
-"""Do something to a module as soon as it was imported, however and whenever that happens.
+"""Do something to a module as soon as it was imported, however and whenever that happens; and wrap what it has.
 
 Threads: ``after_import`` from one thread; the actions run on whichever thread imports the module.
 """
@@ -10,11 +10,14 @@ from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
-__all__ = ["after_import"]
+__all__ = ["after_import", "wrap_once"]
 
 Action = Callable[[ModuleType], None]
+
+_MARK: Final = "_engine_client_wraps"
+"""The attribute of a wrapper that has what it wraps; ``__wrapped__`` may be there for other reasons."""
 
 
 class _Loader(Loader):
@@ -72,3 +75,19 @@ def after_import(name: str, action: Action) -> None:
     module = sys.modules.get(name)
     if module is not None:
         action(module)
+
+
+def wrap_once(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace a function of a class by a wrapper; a second call replaces the wrapper, and wraps the same again.
+
+    Args:
+        owner: the class.
+        name: of a method, or of a static one.
+        make: returns the wrapper of what the class had at first.
+    """
+    method = getattr(owner, name)
+    own = getattr(method, _MARK, method)
+    wrapper = make(own)
+    setattr(wrapper, _MARK, own)
+    found = next(vars(kind)[name] for kind in owner.__mro__ if name in vars(kind))
+    setattr(owner, name, staticmethod(wrapper) if isinstance(found, staticmethod) else wrapper)

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from engine_client import ClientOptions, EngineClientError, EngineDeadError
-from engine_client.integrations.vllm.after_import import after_import
+from engine_client.integrations.vllm.after_import import after_import, wrap_once
 from engine_client.integrations.vllm.clients import factories
 from engine_client.integrations.vllm.interrupts import patch_async_llm, patch_llm, patch_llm_engine
 from engine_client.integrations.vllm.serving import patch_serve
@@ -54,7 +54,7 @@ def install(options: ClientOptions | None = None) -> None:
     after_import("vllm.v1.engine.core_client", functools.partial(_patch_factories, options))
     after_import("vllm.v1.engine.llm_engine", patch_llm_engine)
     after_import("vllm.entrypoints.llm", patch_llm)
-    after_import("vllm.v1.engine.async_llm", _patch_async_llm)
+    after_import("vllm.v1.engine.async_llm", _patch_requests_and_end)
     after_import("vllm.entrypoints.cli.serve", patch_serve)
 
 
@@ -110,26 +110,31 @@ def _patch_errors(module: Any) -> None:
 
 def _patch_factories(options: ClientOptions | None, module: Any) -> None:
     interface = module.EngineCoreClient
-    own = getattr(interface, "_vllm_make_client", interface.make_client)
-    interface._vllm_make_client = staticmethod(own)  # noqa: SLF001  # kept, for a second install()
-    make_client, make_async_mp_client = factories(own, options)
-    interface.make_client = staticmethod(make_client)
-    interface.make_async_mp_client = staticmethod(make_async_mp_client)
+
+    def make(own: Any) -> Any:
+        make_client, make_async_mp_client = factories(own, options)
+        interface.make_async_mp_client = staticmethod(make_async_mp_client)
+        return make_client
+
+    wrap_once(interface, "make_client", make)
 
 
-def _patch_async_llm(module: ModuleType) -> None:
-    """Have an ``AsyncLLM`` that lives until the interpreter's exit end in silence.
+def _patch_requests_and_end(module: ModuleType) -> None:
+    """Have an ``AsyncLLM`` forget what could not be sent, and end in silence at the interpreter's exit."""
+    patch_async_llm(module)
+    wrap_once(vars(module)["AsyncLLM"], "__del__", _silent_at_exit)
 
-    vLLM's finalizer calls functions of modules that are gone by then.  The client has ended the engine before.
+
+def _silent_at_exit(own: Any) -> Any:
+    """Return a finalizer that leaves the interpreter's exit alone.
+
+    vLLM's calls functions of modules that are gone by then.  The client has ended the engine before.
     """
-    engine = vars(module)["AsyncLLM"]
-    own, is_finalizing = engine.__del__, sys.is_finalizing  # by name sys may be gone, too
+    is_finalizing = sys.is_finalizing  # by name sys may be gone, too
 
     @functools.wraps(own)
     def finalize(self: Any) -> None:
         if not is_finalizing():
             own(self)
 
-    if not hasattr(own, "__wrapped__"):
-        engine.__del__ = finalize
-    patch_async_llm(module)
+    return finalize

@@ -20,6 +20,8 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any, Final, NoReturn
 
+from engine_client.integrations.vllm.after_import import wrap_once
+
 __all__ = ["patch_async_llm", "patch_llm", "patch_llm_engine"]
 
 _CALLS: Final = (
@@ -59,8 +61,12 @@ def patch_async_llm(module: ModuleType) -> None:
         module: ``vllm.v1.engine.async_llm``.
     """
     engine = vars(module)["AsyncLLM"]
-    method = engine._add_request  # noqa: SLF001  # what adds to the output processor, then sends
+    wrap_once(engine, "_add_request", _forgetting)  # what adds to the output processor, then sends
+    refuse = functools.partial(_refuse_streaming_input, module)
+    engine._add_streaming_input_request = refuse  # noqa: SLF001  # what add_request calls for a generator
 
+
+def _forgetting(method: Any) -> Any:
     @functools.wraps(method)
     async def wrapper(self: Any, request: Any, prompt: Any, parent: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -72,10 +78,7 @@ def patch_async_llm(module: ModuleType) -> None:
                 await self.abort([request.request_id, *([parent.request_id] if parent else [])], internal=True)
             raise
 
-    if not hasattr(method, "__wrapped__"):
-        engine._add_request = wrapper  # noqa: SLF001  # as above
-    refuse = functools.partial(_refuse_streaming_input, module)
-    engine._add_streaming_input_request = refuse  # noqa: SLF001  # what add_request calls for a generator
+    return wrapper
 
 
 async def _refuse_streaming_input(module: Any, *args: Any, **kwargs: Any) -> NoReturn:
@@ -88,12 +91,11 @@ async def _refuse_streaming_input(module: Any, *args: Any, **kwargs: Any) -> NoR
 
 def _wrap(owner: Any, names: tuple[str, ...], engine_of: Callable[[Any], Any]) -> None:
     for name in names:
-        method = getattr(owner, name, None)
-        if method is not None and not hasattr(method, "_takes_back"):
-            setattr(owner, name, _taking_back(method, engine_of))
+        if hasattr(owner, name):
+            wrap_once(owner, name, functools.partial(_taking_back, engine_of))
 
 
-def _taking_back(method: Any, engine_of: Callable[[Any], Any]) -> Any:
+def _taking_back(engine_of: Callable[[Any], Any], method: Any) -> Any:
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -102,7 +104,6 @@ def _taking_back(method: Any, engine_of: Callable[[Any], Any]) -> Any:
             _take_back(engine_of(self))
             raise
 
-    wrapper._takes_back = True  # type: ignore[attr-defined]  # noqa: SLF001  # the mark of what is wrapped already
     return wrapper
 
 

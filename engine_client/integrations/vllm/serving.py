@@ -12,6 +12,8 @@ import functools
 from types import ModuleType
 from typing import Any, Final, NoReturn
 
+from engine_client.integrations.vllm.after_import import wrap_once
+
 __all__ = ["patch_serve"]
 
 _LAUNCHERS: Final = {
@@ -29,8 +31,7 @@ def patch_serve(module: ModuleType) -> None:
         module: ``vllm.entrypoints.cli.serve``.
     """
     command = vars(module)["ServeSubcommand"]
-    if not hasattr(command.cmd, "__wrapped__"):
-        command.cmd = staticmethod(_with_one_server(command.cmd))
+    wrap_once(command, "cmd", _with_one_server)
     for name, feature in _LAUNCHERS.items():
         if hasattr(module, name):
             setattr(module, name, functools.partial(_refuse, feature))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import pickle
 import sys
@@ -10,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from engine_client.integrations.vllm.after_import import after_import
+from engine_client.integrations.vllm.after_import import after_import, wrap_once
 
 
 @pytest.fixture
@@ -50,3 +51,31 @@ def test_a_module_that_is_not_there():
     after_import("no_such_module_at_all", lambda loaded: None)
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("no_such_module_at_all")
+
+
+def decorated(method):
+    """Return a wrapper as another library makes them."""
+    return functools.wraps(method)(lambda *args: [*method(*args), "theirs"])
+
+
+class Owner:
+    """Has a method and a static one, both of which somebody else has wrapped already."""
+
+    @decorated
+    def method(self, value):
+        return [value]
+
+    @staticmethod
+    @decorated
+    def static(value):
+        return [value]
+
+
+@pytest.mark.parametrize("name", ["method", "static"])
+def test_what_is_wrapped_once(name):
+    """A function is wrapped whoever has wrapped it before; a second call replaces the first's wrapper."""
+    owner = type("Owner", (Owner,), {})
+    for added in ("first", "second"):
+        wrap_once(owner, name, lambda own, added=added: lambda *args: [*own(*args), added])
+    assert getattr(owner(), name)(1) == [1, "theirs", "second"]
+    assert getattr(Owner(), name)(1) == [1, "theirs"]
