@@ -18,10 +18,12 @@ __all__ = ["LinkClosedError", "Router"]
 
 _BURST: Final = 0.2
 """Seconds after a request in which the pages of some ranks may not know of it yet."""
-_BREATH: Final = 0.1
-"""Seconds between two requests that were not sent in one go."""
+_PAUSE: Final = 1.0
+"""Seconds without a request that end a burst; a process may stand still for less, say to collect garbage."""
+_LONGEST_BURST: Final = 5.0
+"""Seconds after which requests whose end nobody has looked at no longer count, however quickly others follow."""
 _MEMORY: Final = 1.0
-"""Seconds for which requests that have ended may count: a step may take so long, and nobody may look at the end."""
+"""Seconds for which a page may count requests that have ended: a step may take so long."""
 
 
 class LinkClosedError(Exception):
@@ -98,7 +100,7 @@ class Router:
             return links[0] if links else None
         now = time.monotonic()
         in_burst = now - self._sent_at < _BURST
-        if not in_burst or (now - self._sent_at > _BREATH and now - self._noticed_at > _MEMORY):
+        if now - self._sent_at > _PAUSE or now - self._noticed_at > _LONGEST_BURST:
             self._in_flight.notice_ends()
             self._noticed_at = now
         loads = {link.rank: Load(*link.status.counts(), self._in_flight.load(link.rank)) for link in links}

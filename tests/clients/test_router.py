@@ -122,7 +122,7 @@ def test_ends_that_nobody_looks_at_count_during_a_burst_only(monkeypatch: pytest
     assert abs(burst.count(0) - burst.count(1)) <= 2
     later = []
     for number in range(20, 60):
-        now[0] += 0.3
+        now[0] += 1.5
         later.append(send(number))
     assert later.count(1) <= 2
     steady = []

@@ -72,11 +72,12 @@ class Burst:
         self.chosen: Counter[int] = Counter()
 
     async def send(self) -> None:
-        in_flight = session_of(self.client).in_flight
-        before = {rank: in_flight.count(rank) for rank in range(RANKS)}
         for name in self.names:  # no await in between that yields: nothing of them is read meanwhile
             await self.client.add_request_async(make_request(name, self.tokens))
-        self.chosen = Counter({rank: in_flight.count(rank) - before[rank] for rank in range(RANKS)})
+        # Those that have ended are in the table, too, until their ends are taken.
+        self.chosen = Counter(dict.fromkeys(range(RANKS), 0))
+        self.chosen.update(session_of(self.client).in_flight.keys_of(self.names).values())
+        assert sum(self.chosen.values()) == len(self.names)
 
     async def end(self) -> None:
         """Abort every second request, and read the others to their end if they have one."""
