@@ -103,7 +103,7 @@ class AsyncMPClient(AsyncUtilities, MPClient):
         frame = session.encode(key, request, prompt)
         session.look_around()
         if queue is None:  # a stream does when it waits for its first output
-            await self._mailboxes.take_turns()
+            await self._mailboxes.take_turns(together=True)
         while True:
             link = session.choose(request)
             await self._wait_for_room(link, Deadline(None))

@@ -141,14 +141,16 @@ class Mailboxes:
         finally:
             timer.cancel()
 
-    async def take_turns(self) -> None:
+    async def take_turns(self, *, together: bool = False) -> None:
         """Let other tasks of the running loop go on, if they had to wait for some milliseconds.
 
-        One of many tasks that wait for their turn does so for all: they are among the others.
+        Args:
+            together: one of many tasks that come here does so for all, so that what they send stays together.
         """
         box = self._box(asyncio.get_running_loop())
         if time.monotonic() - box.turned_at > _TURN:
-            box.turned_at = time.monotonic()
+            if together:
+                box.turned_at = time.monotonic()
             await asyncio.sleep(0)
             box.turned_at = time.monotonic()
 

@@ -7,14 +7,13 @@ import gc
 import threading
 import time
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 from engine_client.clients.calls import Reply
 from engine_client.clients.mailbox import Mailboxes
 from helpers.timing import DEADLOCK, eventually
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def run(coroutine: Awaitable[Any]) -> Any:
@@ -173,20 +172,22 @@ def test_a_consumer_lets_others_take_turns() -> None:
     run(main())
 
 
-def test_one_of_many_takes_the_turn_of_all() -> None:
-    """Tasks that follow one that waits for its turn go on at once: they are what it waits for."""
+@pytest.mark.parametrize(("together", "order"), [(True, [1, 2, 3, "other", 0]), (False, ["other", 0, 1, 2, 3])])
+def test_many_take_turns_together_or_each(together: bool, order: list[Any]) -> None:
+    """Senders stay together: one of them waits, for all.  Of consumers each lets the others of the loop go on."""
 
-    async def task(number: int, order: list[int]) -> None:
-        await boxes.take_turns()
-        order.append(number)
+    async def task(number: int) -> None:
+        await boxes.take_turns(together=together)
+        found.append(number)
 
     async def main() -> None:
-        order: list[int] = []
         boxes.current()
-        tasks = [asyncio.ensure_future(task(number, order)) for number in range(4)]
+        tasks = [asyncio.ensure_future(task(number)) for number in range(4)]
+        asyncio.get_running_loop().call_soon(found.append, "other")
         time.sleep(0.01)  # noqa: ASYNC251
         await asyncio.gather(*tasks)
-        assert order == [1, 2, 3, 0]
 
+    found: list[Any] = []
     boxes = Mailboxes()
     run(main())
+    assert found == order
