@@ -49,7 +49,7 @@ SETTINGS = dict(model=sys.argv[1], load_format="dummy", skip_tokenizer_init=True
 PROMPTS = [{"prompt_token_ids": [1, 5, 9, number]} for number in range(3, 7)]
 
 def tell(**values):
-    print(json.dumps(values, default=repr), flush=True)
+    print(chr(10) + json.dumps(values, default=repr), flush=True)  # the engine may be in the middle of a line
 
 def kill_engine():
     import psutil
