@@ -158,17 +158,19 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "main": {"bench", "doctor", "generate"},
     },
     "integrations": {
-        "vllm": {"vllm.install"},
+        "vllm": {"vllm.install", "vllm.refusals"},
         "vllm.__main__": {"vllm.install"},
         "vllm.carried": {"vllm.subprocesses"},
-        "vllm.clients": {"vllm.carried", "vllm.zmq_stub"},
+        "vllm.clients": {"vllm.carried", "vllm.refusals", "vllm.zmq_stub"},
         "vllm.install": {
             *("vllm.after_import", "vllm.clients", "vllm.interrupts", "vllm.serving", "vllm.subprocesses"),
             "vllm.version",
         },
-        "vllm.interrupts": {"vllm.after_import"},
-        "vllm.serving": {"vllm.after_import"},
+        "vllm.interrupts": {"vllm.after_import", "vllm.refusals"},
+        "vllm.serving": {"vllm.after_import", "vllm.refusals"},
         "vllm.subprocesses": {"vllm.after_import", "vllm.zmq_stub"},
+        "vllm.version": {"vllm.refusals"},
+        "vllm.zmq_stub": {"vllm.refusals"},
     },
 }
 """Of each room (``""``: floor 0), which module may import which of its neighbours."""

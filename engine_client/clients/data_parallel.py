@@ -17,6 +17,7 @@ from typing import Any
 from engine_client.clients.aio import AsyncMPClient
 from engine_client.clients.calls import Reply
 from engine_client.clients.elastic import Elastic
+from engine_client.errors import LocalProtocolError
 from engine_client.ipc.group_page import MOST_RANKS
 from engine_client.messages import EngineCoreOutputs, EngineCoreReadyResponse
 
@@ -70,6 +71,7 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
 
         Raises:
             TypeError, ValueError: that is no number of ranks.
+            LocalProtocolError: the engines are another process's.
             RuntimeError: another change is under way.
             StartupError: a new rank did not come up; everything is as it was.
             EngineDeadError: the client ended meanwhile.
@@ -80,7 +82,7 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         if not 1 <= size <= MOST_RANKS:
             raise ValueError(f"new_data_parallel_size must be 1 to {MOST_RANKS}, not {size}")
         if self._session.is_guest:
-            raise NotImplementedError("the engines belong to the process that has launched them, which alone can scale")
+            raise LocalProtocolError("the engines belong to the process that has launched them, which alone can scale")
         reply = Reply()
         # A thread of its own, which neither the end of the loop waits for, nor the client's: it may take long.
         arguments = (weakref.ref(self), self._elastic, size, reply)

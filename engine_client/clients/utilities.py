@@ -8,6 +8,7 @@ Threads: as ``call_utility`` of the class that they are mixed into.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -17,15 +18,15 @@ from engine_client.params import LoRARequest
 __all__ = ["AsyncUtilities", "SyncUtilities"]
 
 
-class SyncUtilities:
+class SyncUtilities(ABC):
     """The blocking colour.
 
     Every method raises what ``call_utility`` raises: the engine's own exception, or ``EngineDeadError``.
     """
 
+    @abstractmethod
     def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         """Call a utility by name and return its result; the one place that the class which mixes this in fills."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how to call {method}")
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """Return the tasks that the engine can do, such as ``("generate",)``."""
@@ -106,15 +107,15 @@ class SyncUtilities:
         return cast("bool", self.call_utility("is_scheduler_paused"))
 
 
-class AsyncUtilities:
+class AsyncUtilities(ABC):
     """The asyncio colour.
 
     Every method raises what ``call_utility_async`` raises: the engine's own exception, or ``EngineDeadError``.
     """
 
+    @abstractmethod
     async def call_utility_async(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         """Call a utility by name and return its result; the one place that the class which mixes this in fills."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how to call {method}")
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         """Return the tasks that the engine can do, such as ``("generate",)``."""

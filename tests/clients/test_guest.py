@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from engine_client import ClosedError, DPAsyncMPClient, EngineDeadError, ForeignProcessError
+from engine_client import ClosedError, DPAsyncMPClient, EngineDeadError, ForeignProcessError, LocalProtocolError
 from engine_client.clients.endpoint import Endpoint
 from engine_client.testing.scripted import Script
 from helpers.clients import make_request, pids_of, session_of
@@ -70,7 +70,7 @@ def test_it_tells_what_becomes_of_the_engines() -> None:
     with launched(2, 1) as engines, guest_client(engines.endpoints[0]) as client:
         with client.engine_events() as events:
             assert [next(events).rank for _ in range(2)] == [0, 1]
-        with pytest.raises(NotImplementedError, match="belong to the process that has launched them"):
+        with pytest.raises(LocalProtocolError, match="belong to the process that has launched them"):
             asyncio.run(client.scale_elastic_ep(3))
 
 

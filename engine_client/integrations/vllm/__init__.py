@@ -11,5 +11,6 @@ Call ``install()`` before vLLM is imported; or start ``python -m engine_client.i
 from __future__ import annotations
 
 from engine_client.integrations.vllm.install import install
+from engine_client.integrations.vllm.refusals import UnsupportedError
 
-__all__ = ["install"]
+__all__ = ["UnsupportedError", "install"]

@@ -10,13 +10,12 @@ from typing import Any, Final
 
 from engine_client import ClientOptions, EngineCoreClient
 from engine_client.integrations.vllm.carried import CarriedConfig
+from engine_client.integrations.vllm.refusals import unsupported
 from engine_client.integrations.vllm.zmq_stub import is_stub, unavailable
 
 __all__ = ["factories"]
 
 TARGET: Final = "engine_client.integrations.vllm.engine:build_engine"
-
-_UNSUPPORTED: Final = "engine_client does not carry {}: {}; use vLLM's own client (with pyzmq) for it"
 
 _LISTENERS: Final = ("Nixl", "Mooncake", "MoRIIO")
 """How the names of KV connectors begin that open a socket in a thread, and wait for ever where there is none."""
@@ -52,9 +51,7 @@ def factories(
     ) -> Any:
         """Make the asyncio client that the configuration asks for."""
         if client_addresses or client_count > 1:  # vLLM passes {} for none
-            raise NotImplementedError(
-                _UNSUPPORTED.format("several API servers", "their engines are vLLM's; use --api-server-count 1")
-            )
+            raise unsupported("several API servers", "their engines are vLLM's; use --api-server-count 1")
         return make(True, vllm_config, executor_class, log_stats)
 
     def make(asyncio_mode: bool, vllm_config: Any, executor_class: Any, log_stats: bool) -> Any:
@@ -73,15 +70,12 @@ def _check(vllm_config: Any) -> None:
     """Refuse what would start and then not work."""
     parallel = vllm_config.parallel_config
     if getattr(parallel, "data_parallel_backend", "mp") == "ray":  # it counts for a single engine, too
-        why = "it starts the processes of its engines by itself"
-        raise NotImplementedError(_UNSUPPORTED.format("the data-parallel backend 'ray'", why))
+        raise unsupported("the data-parallel backend 'ray'", "it starts the processes of its engines by itself")
     if parallel.data_parallel_size > 1:
         if getattr(vllm_config.model_config, "is_moe", False):
-            raise NotImplementedError(
-                _UNSUPPORTED.format("a mixture of experts with data parallelism", "its ranks need vLLM's coordinator")
-            )
+            raise unsupported("a mixture of experts with data parallelism", "its ranks need vLLM's coordinator")
         if getattr(parallel, "data_parallel_size_local", parallel.data_parallel_size) < parallel.data_parallel_size:
-            raise NotImplementedError(_UNSUPPORTED.format("several hosts", "its pipes end at this one"))
+            raise unsupported("several hosts", "its pipes end at this one")
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     if transfer is not None and is_stub():
         for name in _connectors(transfer.kv_connector, transfer.kv_connector_extra_config):

@@ -43,7 +43,7 @@ def install(options: ClientOptions | None = None) -> None:
         options: of this library; ``engine_target`` is set by this integration.
 
     Raises:
-        NotImplementedError: the installed vLLM is of another release than the one that is tested.  An untested version
+        UnsupportedError: the installed vLLM is of another release than the one that is tested.  An untested version
             of that release is a ``RuntimeWarning``.
     """
     global _installed  # noqa: PLW0603  # of this process, as what is put in place is

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any, Final, NoReturn
 
 from engine_client.integrations.vllm.after_import import wrap_once
+from engine_client.integrations.vllm.refusals import unsupported
 
 __all__ = ["patch_async_llm", "patch_llm", "patch_llm_engine"]
 
@@ -82,9 +83,10 @@ def _forgetting(method: Any) -> Any:
 
 
 async def _refuse_streaming_input(module: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    error = NotImplementedError(
-        "engine_client does not carry streaming input: its parts are requests with one id, and an id in flight is "
-        "refused; send the whole prompt, or use vLLM's own client (with pyzmq)"
+    error = unsupported(
+        "streaming input",
+        "its parts are requests with one id, and an id in flight is refused",
+        "send the whole prompt, or use vLLM's own client (with pyzmq)",
     )
     raise module.InputStreamError(error) from error  # generate() raises what is in it, and hides all else
 

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, Final, NoReturn
 
 from engine_client.integrations.vllm.after_import import wrap_once
+from engine_client.integrations.vllm.refusals import unsupported
 
 __all__ = ["patch_serve"]
 
@@ -48,7 +49,8 @@ def _with_one_server(command: Any) -> Any:
 
 
 def _refuse(feature: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise NotImplementedError(
-        f"engine_client does not carry {feature}: vLLM launches their engines by itself, and talks to them over ZMQ; "
-        "use one API server (--api-server-count 1), which serves all engines of this host, or vLLM alone, with pyzmq"
+    raise unsupported(
+        feature,
+        "vLLM launches their engines by itself, and talks to them over ZMQ",
+        "use one API server (--api-server-count 1), which serves all engines of this host, or vLLM alone, with pyzmq",
     )

@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from engine_client.integrations.vllm.refusals import unsupported
+
 __all__ = ["TESTED", "check_version", "installed_version"]
 
 TESTED: Final = "0.25.1"
@@ -43,7 +45,7 @@ def check_version() -> None:
     """Warn of a vLLM that is not tested, and refuse one of another release.
 
     Raises:
-        NotImplementedError: its requests and outputs have other fields, or may have.
+        UnsupportedError: its requests and outputs have other fields, or may have.
     """
     version = installed_version()
     if version is None or version == TESTED:
@@ -52,7 +54,8 @@ def check_version() -> None:
         message = f"engine_client is tested with vLLM {TESTED}; the version of this one is {version}"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
         return
-    raise NotImplementedError(
-        f"engine_client does not carry vLLM {version}: it knows the fields of requests and outputs of {TESTED} only; "
-        f"install vLLM {TESTED}, or use vLLM's own client (with pyzmq)"
+    raise unsupported(
+        f"vLLM {version}",
+        f"it knows the fields of requests and outputs of {TESTED} only",
+        f"install vLLM {TESTED}, or use vLLM's own client (with pyzmq)",
     )

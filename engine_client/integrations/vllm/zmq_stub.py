@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Final
 
+from engine_client.integrations.vllm.refusals import UnsupportedError
+
 __all__ = ["ZMQUnavailableError", "is_stub", "provide", "unavailable"]
 
 _CONSTANTS: Final = {
@@ -72,7 +74,7 @@ _FEATURES: Final = {
 """Which feature a module of vLLM is for; the most specific line counts."""
 
 
-class ZMQUnavailableError(RuntimeError):
+class ZMQUnavailableError(UnsupportedError):
     """Something needs a ZMQ socket, and pyzmq is not installed."""
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from engine_client.integrations.vllm import clients
 from engine_client.integrations.vllm.clients import factories
+from engine_client.integrations.vllm.refusals import UnsupportedError
 from engine_client.integrations.vllm.zmq_stub import ZMQUnavailableError
 from helpers.vllm_scripts import ASYNC, run_vllm, told
 
@@ -29,15 +30,15 @@ def test_engines_in_process_are_left_to_vllm():
 def test_what_is_not_carried():
     """Several API servers, several hosts, Ray and mixtures of experts in lock-step are refused by name."""
     _, make_async = factories(lambda *args: args)
-    with pytest.raises(NotImplementedError, match="several API servers"):
+    with pytest.raises(UnsupportedError, match="several API servers"):
         make_async(config(), None, False, {"input_address": "tcp://"}, 2, 0)
-    with pytest.raises(NotImplementedError, match="mixture of experts"):
+    with pytest.raises(UnsupportedError, match="mixture of experts"):
         make_async(config(data_parallel_size=2, data_parallel_size_local=2), None, False)
-    with pytest.raises(NotImplementedError, match="backend 'ray'"):
+    with pytest.raises(UnsupportedError, match="backend 'ray'"):
         make_async(config(data_parallel_backend="ray"), None, False)
     several_hosts = config(data_parallel_size=2)
     several_hosts.model_config.is_moe = False
-    with pytest.raises(NotImplementedError, match="several hosts"):
+    with pytest.raises(UnsupportedError, match="several hosts"):
         make_async(several_hosts, None, False)
 
 

@@ -128,13 +128,14 @@ async def parts(seen):
     yield StreamingInput(prompt={"prompt_token_ids": [7, 8]})
 
 async def main(llm):
+    from engine_client.integrations.vllm import UnsupportedError
     from vllm.sampling_params import RequestOutputKind
     seen, lengths = [], []
     try:
         delta = params(4, output_kind=RequestOutputKind.DELTA)
         async for output in llm.generate(parts(seen), delta, request_id="streamed"):
             lengths.append(len(output.outputs[0].token_ids))
-    except NotImplementedError as error:
+    except UnsupportedError as error:
         tell(error=str(error))
     tell(seen=seen, lengths=lengths, left=len(llm.output_processor.request_states), next=len((await one(llm, 0))[1]))
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine_client.integrations.vllm.refusals import UnsupportedError
 from engine_client.integrations.vllm.serving import patch_serve
 from engine_client.testing.inventory import marked_processes
 from helpers.procs import script_environment
@@ -173,7 +174,7 @@ def test_what_launches_engines_by_itself(name, feature):
     """What would go around the client is refused, with the reason."""
     module = fake_module([])
     patch_serve(module)
-    with pytest.raises(NotImplementedError, match=rf"{feature}.*launches their engines by itself.*over ZMQ"):
+    with pytest.raises(UnsupportedError, match=rf"{feature}.*launches their engines by itself.*over ZMQ"):
         getattr(module, name)(SimpleNamespace())
 
 
@@ -182,7 +183,7 @@ def test_several_api_servers_are_refused(tmp_path):
     """``serve --api-server-count 2`` ends at once, and says why."""
     done = command_line("serve", model_folder(tmp_path), *SETTINGS, "--api-server-count", "2")
     assert done.returncode == 1
-    assert "NotImplementedError: engine_client does not carry several API servers" in done.stdout
+    assert "UnsupportedError: engine_client does not carry several API servers" in done.stdout
 
 
 @pytest.mark.slow

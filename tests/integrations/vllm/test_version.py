@@ -9,6 +9,7 @@ import pytest
 
 from engine_client.integrations.vllm import version
 from engine_client.integrations.vllm.install import install
+from engine_client.integrations.vllm.refusals import UnsupportedError
 from engine_client.integrations.vllm.version import TESTED, check_version, installed_version
 
 
@@ -29,7 +30,7 @@ def test_the_one_that_is_here():
 def test_another_release_is_refused(vllm_says):
     """``install()`` names what is here, what is tested, and the way out."""
     vllm_says("__version__ = version = '0.32.0'\n")
-    with pytest.raises(NotImplementedError, match=r"vLLM 0\.32\.0: .* of 0\.25\.1 only; install vLLM 0\.25\.1, or"):
+    with pytest.raises(UnsupportedError, match=r"vLLM 0\.32\.0: .* of 0\.25\.1 only; install vLLM 0\.25\.1, or"):
         install()
 
 
