@@ -22,7 +22,7 @@ from engine_client import (
     SamplingParams,
     SchedulerConfig,
 )
-from engine_client.bench.loops import names
+from engine_client.bench.loops import consume, names
 from engine_client.bench.stub import TOKEN, resident_bytes
 
 __all__ = ["KINDS", "StubExecutor", "exchange"]
@@ -81,18 +81,9 @@ def ranks(side: Any, ranks: list[int], batch: int, tokens: int, repeats: int) ->
 
 def _all_ranks(side: Any, client: Any, number: int, batch: int, tokens: int) -> tuple[float, float]:
     requests = [side.make_request(name, tokens, rank=i % number) for i, name in enumerate(names(number * batch))]
-    received = {request.request_id: 0 for request in requests}
-    left = len(requests)
-    start, cpu = time.perf_counter(), time.process_time()
-    for request in requests:
-        client.add_request(request)
-    while left:
-        for output in client.get_output().outputs:
-            received[output.request_id] += len(output.new_token_ids)
-            left -= output.finish_reason is not None
-    assert set(received.values()) == {tokens}, "tokens were lost"
-    total = tokens * len(requests)
-    return total / (time.perf_counter() - start), (time.process_time() - cpu) / total
+    cpu = time.process_time()
+    rate = consume(client, requests, tokens)
+    return rate, (time.process_time() - cpu) / (tokens * len(requests))
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -91,6 +91,9 @@ class StreamOwner(Protocol):
     def take_back(self, key: int) -> None:
         """Abort a request whose stream has ended early."""
 
+    def expect(self) -> None:
+        """Note that the calling thread is about to wait for what an engine sends."""
+
     def forget_stream(self, key: int) -> None:
         """Note that a stream is over."""
 
@@ -189,6 +192,8 @@ class OutputStream(StreamState):
         taken: list[Any] = []
         while not self._is_over:
             try:
+                if not self._queue.has_news:
+                    self._owner.expect()
                 outputs = self._queue.turn(self._queue.take(deadline, taken))
                 if outputs is not None and outputs.outputs:
                     return self._note(outputs.outputs[0])

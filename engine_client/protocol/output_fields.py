@@ -2,7 +2,8 @@
 
 Most outputs say nothing more.  Of our own class that is known by the size of their ``__dict__``; to look at each field
 of another class takes longer than all else that is done for its row.  A class of msgspec, such as the reference's,
-compares its fields in C, so its outputs are compared with one that has the same id and tokens and nothing else.
+compares its fields in C, so its outputs are compared with one that has the same id and tokens and nothing else.  A
+value that equals its default and is another (0.0 for 0) therefore arrives as the default.
 
 Measured (256 of the reference's outputs, x86-64, Python 3.11): 25 µs compared, 200 µs field by field.
 

@@ -316,3 +316,23 @@ def test_a_stream_that_was_never_made_whole_can_be_dropped() -> None:
     stream = OutputStream.__new__(OutputStream)
     del stream
     gc.collect()
+
+
+def test_whoever_waits_for_an_output_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader may poll meanwhile; an output that is there is taken without a word."""
+    with scripted_client() as client:
+        session = session_of(client)
+        words: list[bool] = []
+        monkeypatch.setattr(session, "expect", lambda: words.append(True))
+        client.pause_scheduler("keep")
+        with client.stream(make_request("s", 2)) as stream:
+            words.clear()
+            with pytest.raises(TimeoutError):
+                stream.next(timeout=0)
+            assert words == [True]
+            client.resume_scheduler()
+            stream.next(timeout=DEADLOCK)
+            eventually(lambda: stream._queue.has_news, DEADLOCK)  # noqa: SLF001
+            words.clear()
+            stream.next(timeout=DEADLOCK)
+            assert words == []
