@@ -79,7 +79,7 @@ def _check_parameters(request_id: str, request: Any) -> None:
         raise TypeError(f"pooling_params of request {request_id!r:.100} must be PoolingParams, got {pooling!r:.100}")
     for name, kinds in _KINDS:
         value = getattr(request, name, None)
-        if value is not None and type(value) is not kinds[0] and not isinstance(value, kinds):
+        if value is not None and not isinstance(value, kinds):
             raise TypeError(f"{name} of request {request_id!r:.100} must be {kinds[0].__name__}, got {value!r:.100}")
 
 

@@ -95,7 +95,7 @@ class Router:
         rank = getattr(request, "data_parallel_rank", None)
         if rank is not None:
             return self._link_of(rank)
-        links = list(self._links.values()) if not self.closed else self.open_links()
+        links = self.open_links()
         if len(links) <= 1:
             return links[0] if links else None
         now = time.monotonic()

@@ -130,8 +130,7 @@ class Traffic:
         prompt = self.check(request)
         while True:
             link = self.choose(request)
-            if not self.room.is_free(link):
-                self.wait_for_room(link, Deadline(None))
+            self.wait_for_room(link)
             try:
                 return self.place(link, request, prompt, key=key, stream=stream)
             except LinkClosedError:
@@ -309,10 +308,10 @@ class Traffic:
 
     # -- sending and its end ---------------------------------------------------------------------------------------
 
-    def wait_for_room(self, link: EngineLink, deadline: Deadline) -> None:
+    def wait_for_room(self, link: EngineLink, deadline: Deadline | None = None) -> None:
         """Wait while more than the high-water mark is queued; death and close end the wait."""
         if not self.room.is_free(link):
-            self.room.wait(link, deadline)
+            self.room.wait(link, deadline or Deadline(None))
             self.ensure_alive()
 
     def wait_over(self, link: EngineLink) -> None:

@@ -37,7 +37,6 @@ class Gate:
         self._selector = selector
         self._backlog_limit = backlog_limit
         self._connected = tuple(front_ends)
-        self._flushing: set[int] = set()  # those that are watched for room
         for front_end in front_ends:
             selector.register(front_end.channel.fileno(), selectors.EVENT_READ)
 
@@ -66,12 +65,11 @@ class Gate:
         return [key.fd for key, _ in events]
 
     def _watch(self, front_end: FrontEnd) -> None:
-        wanted = front_end.channel.wants_write
-        if wanted != (front_end.index in self._flushing):
-            mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0)
-            self._selector.modify(front_end.channel.fileno(), mask)
-            (self._flushing.add if wanted else self._flushing.discard)(front_end.index)
-            front_end.channel.is_watched = wanted
+        channel = front_end.channel
+        wanted = channel.wants_write
+        if wanted != channel.is_watched:
+            self._selector.modify(channel.fileno(), selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0))
+            channel.is_watched = wanted
 
     def is_blocked(self) -> bool:
         """Tell whether so much waits for a front-end that nothing should be added."""

@@ -88,7 +88,6 @@ class ReaderThread:
         self._channels: dict[int, Channel] = {}
         self._sentinels: dict[int, int] = {}
         self._deadlines: dict[int, Deadline] = {}
-        self._flushing: set[int] = set()  # ranks that are watched for room
         self._waits = Moderated(self._selector)
         self._selector.register(self._wakeup.fileno(), selectors.EVENT_READ, ("wakeup", -1))
 
@@ -212,7 +211,6 @@ class ReaderThread:
 
     def _add(self, rank: int, channel: Channel, sentinel: int | None) -> None:
         self._channels[rank] = channel
-        self._flushing.discard(rank)
         self._selector.register(channel.fileno(), selectors.EVENT_READ, ("channel", rank))
         if sentinel is not None:
             self._sentinels[rank] = sentinel
@@ -229,10 +227,9 @@ class ReaderThread:
     def _want_writes(self) -> None:
         for rank, channel in self._channels.items():
             wanted = channel.wants_write
-            if wanted != (rank in self._flushing) and not channel.ended and channel.fileno() >= 0:
+            if wanted != channel.is_watched and not channel.ended and channel.fileno() >= 0:
                 mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0)
                 self._selector.modify(channel.fileno(), mask, ("channel", rank))
-                (self._flushing.add if wanted else self._flushing.discard)(rank)
                 channel.is_watched = wanted
 
     def _flush(self, rank: int) -> None:
