@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     )
     from engine_client.engine.executor import (
         Executor as Executor,
+        report_progress as report_progress,
     )
     from engine_client.errors import (
         ClosedError as ClosedError,
@@ -94,6 +95,7 @@ if TYPE_CHECKING:
         PoolingParams as PoolingParams,
         SamplingParams as SamplingParams,
     )
+    from engine_client.progress import ProgressBar as ProgressBar
 
 
 _HOMES = {
@@ -117,7 +119,7 @@ _HOMES = {
         "SchedulerConfig",
     ),
     "engine_client.engine.core": ("EngineCore",),
-    "engine_client.engine.executor": ("Executor",),
+    "engine_client.engine.executor": ("Executor", "report_progress"),
     "engine_client.engine.batch": (
         "Batch",
         "ModelOutput",
@@ -168,6 +170,7 @@ _HOMES = {
         "PoolingParams",
         "SamplingParams",
     ),
+    "engine_client.progress": ("ProgressBar",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

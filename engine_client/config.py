@@ -143,7 +143,10 @@ class ClientOptions:
             together.
         restart_limit: how often in a row a rank is started again that does not stay up for a minute.
         restart_delay: seconds before the first of these, doubled each time.
-        on_progress: called as ``on_progress(phase, done, total)`` while an engine starts, on the starting thread.
+        on_progress: called as ``on_progress(phase, done, total)`` while engines start, on the thread that starts them:
+            what their executors tell by ``report_progress``, the numbers of several engines added up, and at last
+            ``("ready", n, n)``.  ``total`` is 0 where it is not known.  ``ProgressBar()`` is one.  An exception of it
+            gives the whole start up, of which nothing is left, and is the cause of the ``StartupError``.
 
     Raises:
         TypeError, ValueError: a field has a value that cannot work.

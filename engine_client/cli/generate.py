@@ -24,7 +24,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from engine_client.cli.output import Continuation, InOrder, LiveText, Progress, as_json, as_text, cut_at, write
+from engine_client.cli.output import (
+    Continuation,
+    InOrder,
+    LiveText,
+    as_json,
+    as_text,
+    cut_at,
+    logprob_rows,
+    pace_text,
+    write,
+)
 
 __all__ = ["DESCRIPTION", "HELP", "add_arguments", "run"]
 
@@ -75,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return 1 if a prompt had to be refused."""
-    from engine_client import ClientOptions, EngineCoreClient  # noqa: PLC0415  # not for --help
+    from engine_client import ClientOptions, EngineCoreClient, ProgressBar  # noqa: PLC0415  # not for --help
 
     prompts = _read_prompts(arguments)
     config = _make_config(arguments, prompts)
@@ -85,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that has no such letter must not end the run
     began = time.monotonic()
     with ExitStack() as stack:
-        progress = stack.enter_context(Progress())
+        progress = stack.enter_context(ProgressBar(optional=True))
         options = ClientOptions(on_progress=progress)
         multiprocess = arguments.mode == "mp"
         client: Any = EngineCoreClient.make_client(
@@ -207,10 +217,10 @@ class _Generation:
         client: to an engine whose executor has ``encode`` and ``decode``.
         params: the sampling parameters of every prompt.
         arguments: of the command line.
-        progress: shows how many prompts are done.
+        progress: shows how many prompts are done, how fast it goes, and how long it may still take.
     """
 
-    def __init__(self, client: Any, params: Any, arguments: argparse.Namespace, progress: Progress) -> None:
+    def __init__(self, client: Any, params: Any, arguments: argparse.Namespace, progress: Any) -> None:
         self.stats = _Stats()
         self._client = client
         self._params = params
@@ -225,18 +235,25 @@ class _Generation:
         """Continue the prompts."""
         self.stats.prompts = len(prompts)
         arguments = self._arguments
-        terminal = sys.stdout.isatty()
-        live = len(prompts) == 1 and terminal and not arguments.json and arguments.logprobs is None
+        live = len(prompts) == 1 and sys.stdout.isatty() and not arguments.json and arguments.logprobs is None
         encoded = [self._client.collective_rpc("encode", args=(prompt,))[0] for prompt in prompts]
         for index, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True)):
             self._add(Continuation(index, prompt, len(tokens)), tokens)
         if live and self._running:
             write(prompts[0])
             self._live = LiveText(arguments.stop, write)
+        began = time.monotonic()
         while self._running:
-            if not terminal:  # texts and a bar on the same screen would overwrite each other
-                self._progress("generating", len(prompts) - len(self._running), len(prompts))
+            if self._live is None and self._progress.is_visible:
+                self._show_progress(time.monotonic() - began)
             self._step()
+        self._progress.end()
+
+    def _show_progress(self, seconds: float) -> None:
+        running, prompts = self._running, self.stats.prompts
+        most_left = sum(self._arguments.max_tokens - len(each.token_ids) for each in running.values())
+        note = pace_text(self.stats.tokens, most_left, seconds)
+        self._progress("generating", prompts - len(running), prompts, note or "waiting for the first token")
 
     def _add(self, continuation: Continuation, tokens: list[int]) -> None:
         from engine_client import EngineCoreRequest  # noqa: PLC0415  # as in run
@@ -272,7 +289,7 @@ class _Generation:
             continuation.token_ids += output.new_token_ids
             self.stats.tokens += len(output.new_token_ids)
             if output.new_logprobs is not None:
-                continuation.logprobs += _rows(output.new_logprobs)
+                continuation.logprobs += logprob_rows(output.new_logprobs)
             if output.finish_reason is not None:
                 del self._running[output.request_id]
                 self._finish(continuation, output)
@@ -288,6 +305,7 @@ class _Generation:
         self._in_order.add(continuation)
 
     def _show(self, continuation: Continuation) -> None:
+        self._progress.clear()  # both may be on the same screen
         if continuation.error is not None:
             self.stats.refused += 1
             print(f"engine-client: error: prompt {continuation.index + 1}: {continuation.error}", file=sys.stderr)
@@ -302,12 +320,3 @@ class _Generation:
     def _decode(self, token_ids: list[int]) -> str:
         [text] = self._client.collective_rpc("decode", args=(token_ids,))
         return str(text)
-
-
-def _rows(logprobs: Any) -> list[tuple[int, float, int, list[tuple[int, float]]]]:
-    """Return a tuple for each new token: id, log-probability, rank, and the best tokens with theirs."""
-    columns = zip(logprobs.logprob_token_ids, logprobs.logprobs, logprobs.sampled_token_ranks, strict=True)
-    return [
-        (int(ids[0]), float(values[0]), int(rank), list(zip(map(int, ids[1:]), map(float, values[1:]), strict=True)))
-        for ids, values, rank in columns
-    ]

@@ -1,10 +1,10 @@
-"""What ``engine-client generate`` shows: texts, JSON lines, a live text on a terminal, progress.
+"""What ``engine-client generate`` shows: texts, JSON lines, a live text on a terminal, how fast it goes.
 
 ::
 
     tokens so far ─▶ decode ─▶ LiveText ─▶ stdout      only what no later token can change
     finished texts ─▶ InOrder ─▶ stdout                in the order of the prompts
-    on_progress, finished requests ─▶ Progress ─▶ stderr
+    on_progress, finished requests ─▶ ProgressBar ─▶ stderr
 
 Threads: the main thread.
 """
@@ -12,13 +12,12 @@ Threads: the main thread.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Continuation", "InOrder", "LiveText", "Progress", "as_json", "as_text", "cut_at", "write"]
+__all__ = ["Continuation", "InOrder", "LiveText", "as_json", "as_text", "cut_at", "logprob_rows", "pace_text", "write"]
 
 
 def write(text: str) -> None:
@@ -92,6 +91,15 @@ def as_json(continuation: Continuation) -> str:
     return json.dumps(fields) + "\n"
 
 
+def logprob_rows(logprobs: Any) -> list[tuple[int, float, int, list[tuple[int, float]]]]:
+    """Return a tuple for each new token: id, log-probability, rank, and the best tokens with theirs."""
+    columns = zip(logprobs.logprob_token_ids, logprobs.logprobs, logprobs.sampled_token_ranks, strict=True)
+    return [
+        (int(ids[0]), float(values[0]), int(rank), list(zip(map(int, ids[1:]), map(float, values[1:]), strict=True)))
+        for ids, values, rank in columns
+    ]
+
+
 class InOrder:
     """Takes finished continuations as they come and shows them in the order of the prompts.
 
@@ -150,54 +158,15 @@ class LiveText:
         return next((length for length in lengths if text.endswith(string[:length])), 0)
 
 
-class Progress:
-    """A bar on stderr, if that is a terminal and tqdm is installed; nothing otherwise.
+def pace_text(tokens: int, most_left: int, seconds: float) -> str:
+    """Return how fast it goes, and how long it takes at most if it goes on like that; empty while nothing is known.
 
-    A context manager; its end removes the bar.
+    Args:
+        tokens: generated in ``seconds``.
+        most_left: tokens that may still come.
     """
-
-    def __init__(self) -> None:
-        self._make = _load_tqdm() if sys.stderr.isatty() else None
-        self._bar: Any = None
-        self._phase = ""
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def __call__(self, phase: str, done: int, total: int) -> None:
-        """Show how far a phase is; the signature is that of ``ClientOptions.on_progress``."""
-        if self._make is None:
-            return
-        if phase != self._phase:
-            self.end()
-            self._phase = phase
-            # Said explicitly, since tqdm shows nothing on a terminal that does not know its size.
-            columns, lines = shutil.get_terminal_size()
-            options = {"leave": False, "file": sys.stderr, "ncols": columns, "nrows": lines}
-            self._bar = self._make(desc=phase, total=total or None, **options)
-        if total and self._bar.total != total:
-            self._bar.total = total
-        self._bar.update(done - self._bar.n)
-
-    def end(self) -> None:
-        """Remove the bar, before anything else is written to the terminal."""
-        self._phase = ""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-
-def _load_tqdm() -> Any:
-    """Return tqdm's bar, or None if it is not installed."""
-    from threading import RLock  # noqa: PLC0415  # as the next
-
-    try:
-        from tqdm import tqdm  # noqa: PLC0415  # optional, and only a terminal needs it
-    except ImportError:
-        return None
-    tqdm.monitor_interval = 0  # no thread that watches over so short a bar
-    tqdm.set_lock(RLock())  # nor a semaphore for processes that do not know of it
-    return tqdm
+    if not tokens or seconds <= 0:
+        return ""
+    rate = tokens / seconds
+    minutes, rest = divmod(round(most_left / rate), 60)
+    return f"{rate:.0f} tokens/s, at most {minutes}:{rest:02} left"

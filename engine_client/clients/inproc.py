@@ -19,10 +19,11 @@ from engine_client.clients.base import EngineCoreClient
 from engine_client.clients.utilities import SyncUtilities
 from engine_client.config import ClientOptions
 from engine_client.engine.core import EngineCore
-from engine_client.engine.executor import progress_to
+from engine_client.engine.executor import progress_to, report_progress
 from engine_client.errors import ClosedError
 from engine_client.ipc.user_main import replay_guard
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, PauseMode
+from engine_client.progress import READY
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -43,6 +44,11 @@ class InprocClient(SyncUtilities, EngineCoreClient):
         callback: Callable[[str, int, int], None] | None = options.on_progress if options else None
         with progress_to(callback or (lambda phase, done, total: None)):
             self.engine_core = EngineCore(*args, **kwargs)
+            try:
+                report_progress(READY, 1, 1)
+            except BaseException:
+                self.engine_core.shutdown()
+                raise
         # For a client that is dropped, or left to the interpreter's end, without ``shutdown``.
         self._finalizer = weakref.finalize(self, _end, self.engine_core, os.getpid())
         self._utilities = self.engine_core.utilities()

@@ -35,6 +35,7 @@ from engine_client.ipc.launcher import launch
 from engine_client.ipc.processes import memory_hint
 from engine_client.ipc.status_page import StatusReader
 from engine_client.messages import EngineCoreReadyResponse
+from engine_client.progress import READY
 from engine_client.protocol.frames import Frame, Kind
 from engine_client.protocol.wire import (
     PROTOCOL_VERSION,
@@ -161,6 +162,8 @@ class Handshake:
     ) -> None:
         self._check = check
         self._waiting = {link.rank: link for link in links}
+        self._count = len(links)
+        self._reports: dict[str, dict[int, tuple[int, int]]] = {}  # done and total by phase and rank
         self._make_init = make_init
         self._token = token
         self._options = options
@@ -264,6 +267,7 @@ class Handshake:
             init = encode_init(self._make_init(link.rank))
             link.life.sending(init.kind)
             link.channel.send(init)
+            self._report(link, 0, 0)
         elif kind == Kind.STATUS:
             link.phase, done, total = decode_status(frame)
             self._report(link, done, total)
@@ -271,9 +275,10 @@ class Handshake:
             token, response = decode_ready(frame)
             if token != self._token:
                 raise RemoteProtocolError("it belongs to another client")
-            link.phase = "ready"
+            link.phase = READY
             self._responses[link.rank] = response
             del self._waiting[link.rank]
+            self._report(link, 1, 1)
         elif kind == Kind.FAILED:
             error, link.phase = decode_dead(frame)
             text = f"failed while {link.phase}: {name_and_text(error)}"
@@ -284,6 +289,10 @@ class Handshake:
     def _report(self, link: EngineLink, done: int, total: int) -> None:
         """Tell the user of progress; an exception of the callback ends the start, with that as the cause."""
         if self._options.on_progress is not None:
+            reports = self._reports.setdefault(link.phase, {})
+            reports[link.rank] = done, total
+            done = sum(done for done, _ in reports.values())
+            total = self._count if link.phase == READY else sum(total for _, total in reports.values())
             try:
                 self._options.on_progress(link.phase, done, total)
             except Exception as error:  # noqa: BLE001  # the user's code: its error is the start's

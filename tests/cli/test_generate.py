@@ -304,6 +304,21 @@ def test_several_prompts_on_a_terminal_are_not_mixed(run, monkeypatch: pytest.Mo
             assert sys.stdout.getvalue() == expected
 
 
+def test_many_prompts_show_how_far_they_are(run, monkeypatch: pytest.MonkeyPatch):
+    """A bar counts the prompts that are done, tells tokens a second and the time left; texts stay whole beside it."""
+    expected = run("-n", "300", "the d", "the r", "the c")[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Terminal())
+        patch.setattr(sys, "stderr", Terminal())
+        run("-n", "300", "the d", "the r", "the c")
+        text, bar = sys.stdout.getvalue(), sys.stderr.getvalue()
+    assert text == expected
+    assert re.search(r"generating: +0%.*0/3", bar)
+    assert re.search(r"\d+ tokens/s, at most \d+:\d\d left", bar)
+    assert "building model" in bar
+    assert bar.rpartition("\r")[0].rpartition("\r")[2].strip() == "", "something is left on the screen"
+
+
 def test_letters_that_stdout_does_not_have(folder: Path):
     """Where stdout cannot encode a letter it is written as an escape, and nothing fails."""
     arguments = ("generate", "--corpus", "corpus.txt", "-n", "4", "ü")

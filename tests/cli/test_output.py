@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import builtins
 import io
 import json
-import sys
-from types import ModuleType
 
 import pytest
 from hypothesis import given, strategies as st
 
-from engine_client.cli.output import Continuation, InOrder, LiveText, Progress, as_json, as_text, cut_at, write
+from engine_client.cli.output import (
+    Continuation,
+    InOrder,
+    LiveText,
+    as_json,
+    as_text,
+    cut_at,
+    pace_text,
+    write,
+)
 
 
 class Terminal(io.StringIO):
@@ -129,75 +135,8 @@ def test_writing_is_at_once(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == "text"
 
 
-def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
-    """On a terminal there is a bar for each phase; it is wiped away at the end."""
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with Progress() as progress:
-        progress("loading", 1, 10)
-        progress.end()
-        progress("running", 1, 2)
-    text = sys.stderr.getvalue()
-    assert "loading" in text
-    assert "running" in text
-    assert text.rpartition("\r")[0].rpartition("\r")[2].strip() == ""
-
-
-def test_progress_follows_the_phases(monkeypatch: pytest.MonkeyPatch):
-    """A bar learns its total when that is known, moves to what is done, and ends with its phase."""
-    events: list[object] = []
-
-    class Bar:
-        def __init__(self, desc: str, total: int | None, **options: object) -> None:
-            self.total, self.n = total, 0
-            events.append((desc, total))
-
-        @staticmethod
-        def set_lock(lock: object) -> None:
-            pass
-
-        def update(self, number: int) -> None:
-            self.n += number
-            events.append((self.n, self.total))
-
-        def close(self) -> None:
-            events.append("end")
-
-    module = ModuleType("tqdm")
-    module.tqdm = Bar
-    monkeypatch.setitem(sys.modules, "tqdm", module)
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with Progress() as progress:
-        for report in (("a", 0, 0), ("a", 3, 10), ("a", 10, 10), ("b", 1, 2)):
-            progress(*report)
-        progress.end()
-        progress("b", 2, 2)
-    assert events == [
-        ("a", None),
-        (0, None),
-        (3, 10),
-        (10, 10),
-        "end",
-        ("b", 2),
-        (1, 2),
-        "end",
-        ("b", 2),
-        (2, 2),
-        "end",
-    ]
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_nothing_without_terminal_or_tqdm(monkeypatch: pytest.MonkeyPatch, terminal: bool):
-    """Where stderr is no terminal, or tqdm is not installed, nothing is shown."""
-    importer = builtins.__import__
-
-    def refuse(name: str, *args: object, **kwargs: object) -> object:
-        if name == "tqdm":
-            raise ImportError(name)
-        return importer(name, *args, **kwargs)
-
-    monkeypatch.setattr(sys, "stderr", Terminal() if terminal else io.StringIO())
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with Progress() as progress:
-        progress("loading", 1, 2)
-    assert sys.stderr.getvalue() == ""
+def test_how_fast_and_how_long_still():
+    """The rate is that of all tokens so far, and the time left that of all that may still come."""
+    assert pace_text(0, 10, 1.0) == ""
+    assert pace_text(100, 6500, 1.0) == "100 tokens/s, at most 1:05 left"
+    assert pace_text(3, 0, 2.0) == "2 tokens/s, at most 0:00 left"

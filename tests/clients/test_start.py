@@ -65,7 +65,7 @@ def wait_for_init(peer: Peer) -> Init:
 
 
 def test_each_rank_is_led_to_ready() -> None:
-    """HELLO is answered with INIT, STATUS is reported, READY ends the wait for a rank."""
+    """HELLO is answered with INIT, READY ends the wait for a rank; what is reported of several is added up."""
     seen: list[Any] = []
     with played_engine(0) as first, played_engine(1) as second:
 
@@ -79,7 +79,11 @@ def test_each_rank_is_led_to_ready() -> None:
 
         answers = shake([first, second], play, on_progress=lambda *event: seen.append(event))
         assert answers == {0: RESPONSE, 1: RESPONSE}
-        assert sorted(seen) == [("loading", 0, 2), ("loading", 1, 2)]
+        phase = "importing and building the engine"
+        assert seen == [
+            *((phase, 0, 0), ("loading", 1, 2), ("ready", 1, 2)),
+            *((phase, 0, 0), ("loading", 1, 4), ("ready", 2, 2)),
+        ]
         assert first.link.phase == "ready"
 
 

@@ -408,13 +408,14 @@ def test_the_config_is_handed_over_when_ready() -> None:
 
 
 def test_progress_of_the_start_arrives() -> None:
-    """``on_progress`` is called with phase, done and total, on the thread that starts the client."""
+    """``on_progress`` is called with phase, done and total as they come, on the thread that starts the client."""
     seen: list[Any] = []
     script = Script(progress=(("loading weights", 1, 2), ("loading weights", 2, 2)))
     with scripted_client(script, on_progress=lambda *event: seen.append((*event, threading.get_ident()))):
         pass
     me = threading.get_ident()
-    assert seen == [("loading weights", 1, 2, me), ("loading weights", 2, 2, me)]
+    phases = [("importing and building the engine", 0, 0), ("loading weights", 1, 2), ("loading weights", 2, 2)]
+    assert seen == [(*phase, me) for phase in (*phases, ("ready", 1, 1))]
 
 
 def test_an_exception_in_a_step_is_the_cause_of_the_death() -> None:
