@@ -9,6 +9,7 @@ Of every page, the blocks run in order in one empty directory (see CONTRIBUTING.
 - anything else (``sh``, ``ini``, …) is only read.
 
 A block under ``<!-- in a clone -->`` is run by itself, in a copy of the project, as on a fresh machine: it may install.
+Those under ``<!-- in a notebook -->`` are cells of one notebook, with a kernel of its own.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if page.exists()]
 
 IN_A_CLONE = "in a clone"
+IN_A_NOTEBOOK = "in a notebook"
 
 _BLOCK = re.compile(
     r"(?:^<!-- (?P<note>[^\n]*) -->\n+)?^```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
@@ -149,9 +151,25 @@ def test_page(page: Path, tmp_path: Path):
     """Every block runs, prints what the page says it prints, and leaves nothing running."""
     output = ""
     for block in blocks_of(page):
-        if block.note != IN_A_CLONE:
+        if block.note not in (IN_A_CLONE, IN_A_NOTEBOOK):
             with LeakGuard():
                 output = run_block(block, tmp_path, f"{page.name}:{block.line}", output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if any(b.note == IN_A_NOTEBOOK for b in blocks_of(p))], ids=lambda page: page.name
+)
+def test_cells(page: Path, tmp_path: Path):
+    """The cells that a page shows run in a kernel, one after the other."""
+    pytest.importorskip("nbclient")
+    from helpers.notebooks import Notebook
+
+    with Notebook(tmp_path) as notebook:
+        for block in blocks_of(page):
+            if block.note == IN_A_NOTEBOOK:
+                cell = notebook.run(block.text)
+                assert not cell.error, f"{page.name}:{block.line}: {cell.error}"
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ Threads: one at a time, as the engine core itself.
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -16,11 +17,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from engine_client.clients.base import EngineCoreClient
+from engine_client.clients.card import CardRow, render_card
+from engine_client.clients.interactive import release_older
+from engine_client.clients.meter import TokenMeter
 from engine_client.clients.utilities import SyncUtilities
 from engine_client.config import ClientOptions
 from engine_client.engine.core import EngineCore
 from engine_client.engine.executor import progress_to, report_progress
 from engine_client.errors import ClosedError
+from engine_client.ipc.processes import vitals
 from engine_client.ipc.user_main import replay_guard
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, PauseMode
 from engine_client.progress import READY
@@ -53,12 +58,22 @@ class InprocClient(SyncUtilities, EngineCoreClient):
         self._finalizer = weakref.finalize(self, _end, self.engine_core, os.getpid())
         self._utilities = self.engine_core.utilities()
         self._is_torn = False  # by an interrupt
+        self._meter, self._began_at, self._last_error = TokenMeter(), time.monotonic(), ""
         self._streams: dict[str, deque[EngineCoreOutput]] = {}  # outputs that no stream has taken yet
         self._others: list[EngineCoreOutputs] = []  # what came while somebody waited for a stream
         self._dropped: list[tuple[str, deque[EngineCoreOutput]]] = []  # streams to end
+        release_older(EngineCoreClient, self)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {'running' if self.is_alive else 'closed'} rank=0 {self.engine_core!r}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table with how the engine is doing, for notebooks."""
+        pid, state = os.getpid(), "ready" if self.is_alive else "closed"
+        uptime = time.monotonic() - self._began_at if self.is_alive else None
+        counts = self.engine_core.counts() if self.is_alive else (0, 0)
+        row = CardRow(0, state, pid, vitals(pid)[0], uptime, *counts, self._meter.rate(), self._last_error)
+        return render_card(f"{type(self).__name__} {state}, in this process", [row])
 
     def __enter__(self) -> Self:
         return self
@@ -110,9 +125,14 @@ class InprocClient(SyncUtilities, EngineCoreClient):
 
     def _step(self) -> EngineCoreOutputs:
         """Do a step, give streams what is theirs, and return the rest."""
-        outputs, model_executed = self.engine_core.step_fn()
+        try:
+            outputs, model_executed = self.engine_core.step_fn()
+        except Exception as error:
+            self._last_error = f"{type(error).__name__}: {error}"
+            raise
         self.engine_core.post_step(model_executed)
         found = (outputs or {}).get(0) or EngineCoreOutputs()
+        self._meter.add(sum(len(output.new_token_ids) for output in found.outputs))
         if self._streams:
             for output in found.outputs:
                 if output.request_id in self._streams:

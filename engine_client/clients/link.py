@@ -9,6 +9,7 @@ import os
 from typing import Final
 
 from engine_client.clients.calls import Reply
+from engine_client.clients.meter import TokenMeter
 from engine_client.ipc.arena import ArenaReader
 from engine_client.ipc.channel import Channel
 from engine_client.ipc.descriptors import close_all
@@ -64,6 +65,7 @@ class EngineLink:
         self.life = Lifecycle(self.title, state)  # the starting thread's, then the reader's
         self.over = Reply()  # ends once its death has been dealt with
         # -- reader thread only, once it runs --
+        self.meter = TokenMeter()
         self.last_words: tuple[BaseException, str] | None = None
         self.farewell: str | None = None
 

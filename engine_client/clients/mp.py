@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from engine_client.clients.base import EngineCoreClient
 from engine_client.clients.caller import Caller
-from engine_client.clients.conditions import conditions
+from engine_client.clients.card import render_card
+from engine_client.clients.conditions import card_rows, conditions
 from engine_client.clients.elastic import Elastic
 from engine_client.clients.endpoint import Endpoint, RankEnd
 from engine_client.clients.events import EventStream
 from engine_client.clients.front_ends import FrontEnds
 from engine_client.clients.guest import announce, attach, check_endpoint
+from engine_client.clients.interactive import release_older
 from engine_client.clients.restart import Restarter
 from engine_client.clients.session import Session
 from engine_client.clients.starter import Starter
@@ -129,6 +131,7 @@ class MPClient(EngineCoreClient):
                 run_aside(self.resources.session.abandon)  # a second interrupt waits until nothing is left
             self._finalizer.detach()
             raise
+        release_older(EngineCoreClient, self)
 
     def _managed_ranks(self) -> list[int]:
         """Return the ranks of the engines that are this client's."""
@@ -138,6 +141,11 @@ class MPClient(EngineCoreClient):
         session = self._session
         engines = ", ".join(f"rank={link.rank} pid={link.pid}" for link in session.links.values())
         return f"<{type(self).__name__} {session.state} {engines}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table with how each engine is doing, for notebooks; without asking the engines."""
+        session = self._session
+        return render_card(f"{type(self).__name__} {session.state}", card_rows(session))
 
     def __reduce__(self) -> Any:
         raise TypeError(f"{type(self).__name__} cannot be pickled: it owns processes; make another client over there")

@@ -312,7 +312,7 @@ class Session(Membership):
         was_wanted = rank not in self.leaving
         with self._lock:
             if was_wanted:
-                self.deaths[rank] = ending
+                self.deaths[rank] = self.past[rank] = ending
             self.router.closed.add(rank)  # before its requests fail: see ``place``
         if was_wanted:
             _log.error("%s", ending.message)

@@ -81,6 +81,7 @@ class Traffic:
         self.main_importable = True
         self.outputs = OutputQueue(self.in_flight, self._on_lost)
         self.deaths: dict[int, Ending] = {}  # of ranks that others survive
+        self.past: dict[int, Ending] = {}  # as ``deaths``, and stays there when the rank is back
         self.room = Room(options.high_water, lambda: self._ending is not None or self._reader.is_current())
         self.aborts = Aborts(self.in_flight, self.streams, self._send_aborts)
         self.look_around: Callable[[], None] = lambda: None  # called at each batch: who of those who wait is gone?
@@ -375,6 +376,7 @@ class Traffic:
             Exception: not even the keys can be decoded.
         """
         columns = decode_columns(frame)
+        link.meter.add(len(columns.tokens))
         if columns.strays:
             names = ", ".join(columns.strays)
             self._log_once("stray", "%s sent outputs of requests nobody has asked for: %s", link.title, names)

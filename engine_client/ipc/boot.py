@@ -8,6 +8,7 @@ Threads: none yet.
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -57,6 +58,9 @@ def secure_std_fds() -> None:
         os.set_inheritable(fd, True)  # as standard descriptors are
         fd = os.open(os.devnull, os.O_RDWR)
     os.close(fd)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A line that an engine prints is to be seen at once, in a pipe or a notebook's cell, too, and not at the end.
+        sys.stdout.reconfigure(line_buffering=True)
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
             # Many libraries write to sys.stderr without a look at whether there is one.

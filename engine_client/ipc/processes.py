@@ -13,6 +13,7 @@ Threads: stateless; called from anywhere.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     import psutil
 
-__all__ = ["Descendant", "children_of_this_process", "descendants", "find_descendant", "memory_hint"]
+__all__ = ["Descendant", "children_of_this_process", "descendants", "find_descendant", "memory_hint", "vitals"]
 
 _UNLIMITED: Final = 1 << 60
 """Bytes from which on a limit is none: the old cgroups write the largest number of pages for it."""
@@ -132,6 +133,17 @@ def _has_children(pid: int) -> bool | None:
     except OSError:  # no /proc, a kernel without this file, or the process is gone
         return None
     return False
+
+
+def vitals(pid: int) -> tuple[int | None, float | None]:
+    """Return the bytes that a process has in memory, and the seconds since its start; None for what is not known."""
+    import psutil  # noqa: PLC0415 (see the module docstring)
+
+    with suppress(psutil.Error, OSError):
+        process = psutil.Process(pid)
+        with process.oneshot():
+            return process.memory_info().rss, max(0.0, time.time() - process.create_time())
+    return None, None
 
 
 def memory_hint(root: str = "/") -> str:

@@ -85,6 +85,8 @@ class EngineStatus:
         running: requests that run.
         rank: of the engine.
         condition: ``starting``, ``ready``, ``paused``, ``sleeping``, ``stalled``, ``leaving`` or ``dead``.
+        tokens: how many this client has got of it so far.
+        tokens_per_s: how many it gets per second, averaged over about the last five seconds.
     """
 
     state: EngineState = EngineState.LAUNCHED
@@ -97,6 +99,8 @@ class EngineStatus:
     is_paused: bool = False
     rank: int = 0
     condition: str = "ready"
+    tokens: int = 0
+    tokens_per_s: float = 0.0
 
     @property
     def is_in_step(self) -> bool:

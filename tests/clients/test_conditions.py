@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from engine_client.clients.conditions import conditions
+from engine_client.clients.conditions import card_rows, conditions
 from engine_client.clients.session import Session
 from engine_client.ipc.status_page import EngineState
 from helpers.calls import played_session
@@ -79,3 +79,26 @@ def test_after_the_end_all_are_dead() -> None:
         assert [(status.condition, detail) for status, detail in conditions(s)] == [
             ("dead", "the engine client is closed")
         ] * 2
+
+
+def test_the_rows_of_a_card() -> None:
+    """What lives has memory, uptime and load; what is dead has a reason; what is closed, or is back, has its past."""
+    with played_session(2, on_engine_death="continue") as (s, peers):
+        peers[0].status.idle(3, 4)
+        s.links[0].meter.add(100)
+        row = card_rows(s)[0]
+        assert (row.rank, row.state, row.pid) == (0, "ready", peers[0].process.pid)
+        assert row.memory is not None
+        assert row.memory > 10_000
+        assert row.uptime is not None
+        assert row.uptime < DEADLOCK
+        assert (row.waiting, row.running, row.error) == (3, 4, "")
+        assert row.tokens_per_s > 0
+        assert conditions(s)[0][0].tokens == 100
+        peers[1].link.handle.kill()
+        eventually(peers[1].link.over.done, DEADLOCK)
+        dead = card_rows(s)[1]
+        assert (dead.state, dead.memory, dead.uptime) == ("dead", None, None)
+        assert "SIGKILL(-9)" in dead.error
+        s.close(0.0)
+        assert [(row.state, row.error) for row in card_rows(s)] == [("closed", ""), ("closed", dead.error)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -158,3 +159,19 @@ def test_a_stream_that_is_closed_or_dropped_aborts_its_request() -> None:
                 del stream
                 assert client.get_output().outputs == []
                 assert not client.engine_core.has_work()
+
+
+def test_the_card_of_a_client() -> None:
+    """A notebook shows this process, its load, what went wrong last, and whether the client is closed."""
+    client = InprocClient(EngineConfig(), EchoExecutor, False)
+    client.add_request(make_request("a", 5))
+    client.get_output()
+    html = client._repr_html_()
+    assert f">{os.getpid()}<" in html
+    assert ">ready<" in html
+    client.engine_core.step_fn = lambda: 1 // 0  # type: ignore[assignment,return-value]
+    with pytest.raises(ZeroDivisionError):
+        client.get_output()
+    assert "ZeroDivisionError: " in client._repr_html_()
+    client.shutdown()
+    assert ">closed<" in client._repr_html_()

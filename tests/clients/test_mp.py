@@ -178,3 +178,12 @@ def test_what_cannot_be_pickled_is_named(part: str, named: str) -> None:
     config = EngineConfig(additional_config={"lock": lock} if part == "configuration" else {})
     with pytest.raises(SerializationError, match=f"{named} cannot be sent to an engine: TypeError.*lock"):
         SyncMPClient(config, executor, False)
+
+
+def test_the_card_of_a_client() -> None:
+    """A notebook can show a client in every state, without asking its engine: here, while that is stopped."""
+    with scripted_client(Script()) as client:
+        with frozen(pid_of(client)), took_at_most(5.0):
+            assert f">{pid_of(client)}<" in client._repr_html_()
+        client.shutdown()
+        assert ">closed<" in client._repr_html_()

@@ -105,3 +105,15 @@ def test_the_default_entry():
     from engine_client.engine.main import run_engine
 
     assert boot.resolve(ENTRY) is run_engine
+
+
+def test_lines_appear_when_they_are_printed():
+    """What an engine prints into a pipe does not wait for its end, where Python would keep it in a buffer."""
+    code = """
+        import os, sys
+        from engine_client.ipc import boot
+        boot.secure_std_fds()
+        print("seen")
+        os._exit(0)
+        """
+    assert run_script(code, env={"PYTHONUNBUFFERED": None}).check().stdout == "seen\n"

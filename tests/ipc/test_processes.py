@@ -214,3 +214,13 @@ class TestMemoryHint:
         """A group without a limit is none."""
         files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": text}
         assert self.write(tmp_path, files).startswith("no memory limit found")
+
+
+def test_the_vitals_of_a_process():
+    """Memory and age of a process that runs; neither of one that is gone."""
+    memory, age = processes.vitals(os.getpid())
+    assert 1 << 20 < memory < 1 << 40
+    assert 0 < age < 1e6
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    assert processes.vitals(gone.pid) == (None, None)
