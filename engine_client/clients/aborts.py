@@ -18,7 +18,7 @@ class Aborts:
 
     Args:
         in_flight: forgets the requests.
-        streams: forgets their streams.
+        streams: ends their streams.
         send: tells a rank to end the requests with these keys.
     """
 
@@ -40,7 +40,7 @@ class Aborts:
         noted = dict(self.noted)
         for key in noted:
             self._in_flight.discard(key)
-            self._streams.discard(key)
+            self._streams.stop(key)
         if not can_send:
             return
         for rank in set(noted.values()):

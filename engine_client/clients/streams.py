@@ -6,7 +6,7 @@
                                            └─▶ the rest, for get_output
 
 A stream ends with its request: the output that has a finish reason is its last.  Closed, dropped, cancelled or
-interrupted before, it aborts the request, and nothing of that reaches anybody.
+interrupted before, it aborts the request, and nothing of that reaches anybody; aborted by its id, it just ends.
 
 Invariants: I2 (each output goes to one taker).
 
@@ -53,6 +53,13 @@ class StreamTable:
     def discard(self, key: int) -> None:
         """Forget a stream; unknown ones are ignored."""
         self._queues.pop(key, None)
+
+    def stop(self, key: int) -> None:
+        """End a stream whose request is aborted, whoever waits in it; unknown ones are ignored."""
+        queue = self._queues.get(key)
+        if queue is not None:
+            queue.end(StreamOverError)  # before it is forgotten: what an interrupt keeps from it is done again
+        self.discard(key)
 
     def sort(self, columns: Columns) -> Columns:
         """Give the streams their rows; return what is left of the batch."""

@@ -254,12 +254,12 @@ def test_a_stream_ends_with_its_engine() -> None:
         run(main())
 
 
-@pytest.mark.parametrize("end", ["close", "read to the end"])
+@pytest.mark.parametrize("end", ["close", "abort", "read to the end"])
 def test_those_who_wait_in_a_stream_that_is_over_are_let_go(end: str) -> None:
-    """Closed by another task, or read to its end by another, a stream ends for all who iterate over it."""
+    """Closed, aborted or read to its end by another task, a stream ends for all who iterate over it."""
 
     async def main() -> None:
-        stream = client.stream(make_request("a", 20 if end != "close" else LONG))
+        stream = client.stream(make_request("a", 20 if end == "read to the end" else LONG))
         await stream.next()
 
         async def count() -> int:
@@ -269,8 +269,11 @@ def test_those_who_wait_in_a_stream_that_is_over_are_let_go(end: str) -> None:
         if end == "close":
             await asyncio.sleep(0.05)
             await stream.aclose()
+        elif end == "abort":
+            await asyncio.sleep(0.05)
+            await client.abort_requests_async(["a"])
         counts = await asyncio.gather(*tasks)
-        assert end == "close" or sum(counts) == 19
+        assert end != "read to the end" or sum(counts) == 19
         assert await running(client) == []
 
     with async_client(script=Script(step_seconds=0.02)) as client:

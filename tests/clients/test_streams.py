@@ -173,23 +173,26 @@ def test_a_stream_ends_with_its_engine() -> None:
         assert len(session_of(client).streams) == 0
 
 
-@pytest.mark.parametrize("end", ["close", "read to the end"])
+@pytest.mark.parametrize("end", ["close", "abort", "read to the end"])
 def test_those_who_wait_in_a_stream_that_is_over_are_let_go(end: str) -> None:
-    """Closed by another thread, or read to its end by another, a stream ends for all who iterate over it."""
+    """Closed, aborted or read to its end by another thread, a stream ends for all who iterate over it."""
     counts: list[int] = []
     with scripted_client(script=Script(step_seconds=0.02)) as client:
-        stream = client.stream(make_request("a", 20 if end != "close" else LONG))
+        stream = client.stream(make_request("a", 20 if end == "read to the end" else LONG))
         threads = [threading.Thread(target=lambda: counts.append(len(list(stream)))) for _ in range(3)]
         for thread in threads:
             thread.start()
         if end == "close":
             threading.Event().wait(0.05)
             stream.close()
+        elif end == "abort":
+            threading.Event().wait(0.05)
+            client.abort_requests(["a"])
         for thread in threads:
             thread.join(DEADLOCK)
             assert not thread.is_alive()
         assert len(counts) == 3
-        assert end == "close" or sum(counts) == 20
+        assert end != "read to the end" or sum(counts) == 20
         assert running(client) == []
 
 
