@@ -388,6 +388,22 @@ def test_a_request_for_a_rank_that_dies_once_it_was_chosen_goes_elsewhere() -> N
         assert s.in_flight.count(1) == 0
 
 
+def test_a_request_for_a_rank_that_is_closed_once_it_was_chosen_goes_elsewhere() -> None:
+    """A rank that is about to leave gets nothing more, however late that became known."""
+    with played_session(2) as (s, peers):
+        choose = s.router.choose
+
+        def choose_and_close(request: Any) -> Any:
+            s.router.choose = choose  # type: ignore[method-assign]
+            s.router.closed.add(1)
+            return peers[1].link
+
+        s.router.choose = choose_and_close  # type: ignore[method-assign]
+        s.add(make_request("a"))
+        assert s.in_flight.ranks_of(s.in_flight.of_rank(0)) == {received(peers[0], Kind.ADD)[0].ref: 0}
+        assert s.in_flight.count(1) == 0
+
+
 def test_without_any_rank_left_requests_are_refused() -> None:
     """All are dead and none comes back: the last death is told; about to come back: the same, for now."""
     for policy, state in (("continue", "dead"), ("restart", "running")):

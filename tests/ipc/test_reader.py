@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -146,6 +147,27 @@ def test_a_dead_process_is_told_after_what_it_had_sent() -> None:
             assert sum(len(event[2]) for event in recorder.events[:-1]) == 100
             assert recorder.events[-1] == ("exit", 0)
     finally:
+        process.kill()
+        process.communicate()
+        os.close(sentinel)
+
+
+def test_what_is_there_is_told_before_an_exit_that_was_seen_first() -> None:
+    """A process that ends before its last frame arrives, from a descendant, is told after that frame."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    sentinel = os.pidfd_open(process.pid)
+    go = threading.Event()
+    try:
+        with running(sentinel) as (reader, recorder, _, theirs):
+            reader.call(go.wait)
+            process.kill()
+            assert select.select([sentinel], [], [], DEADLOCK)[0]
+            theirs.send(frame(b"last"))
+            go.set()
+            recorder.wait_for("exit", 0)
+            assert recorder.events == [("frames", 0, [b"last"]), ("exit", 0)]
+    finally:
+        go.set()
         process.kill()
         process.communicate()
         os.close(sentinel)
