@@ -126,7 +126,10 @@ class ClientOptions:
         ready_timeout: seconds for the whole start; None: ``VLLM_ENGINE_READY_TIMEOUT_S``, default 600.
         shutdown_timeout: seconds for the polite end of engines; None: ``VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS``,
             default 5.
-        stall_timeout: seconds in one step after which the engine counts as stalled; None: never.
+        stall_timeout: seconds in one step or call after which the engine counts as stalled; None: never.
+        stall_limit: seconds in one step or call after which the engine is ended, with the Python stacks of its threads
+            in the ``EngineDeadError``; more than the longest that is in order, loading weights and compiling included.
+            None: never.
         kill_unresponsive: kill an engine that leaves ``check_health`` unanswered, so that it is dead and no more waited
             for; False: only say so.
         arena_limit: most bytes of shared memory per direction; 0 sends everything through the pipe.
@@ -156,6 +159,7 @@ class ClientOptions:
     ready_timeout: float | None = None
     shutdown_timeout: float | None = None
     stall_timeout: float | None = None
+    stall_limit: float | None = None
     kill_unresponsive: bool = False
     arena_limit: int = 8 * 1024 * MIB
     arena_threshold: int = 64 * KIB
@@ -173,10 +177,12 @@ class ClientOptions:
             raise ValueError(f"start_method must be exec, spawn, fork or forkserver, not {self.start_method!r}")
         if self.on_engine_death not in ("shutdown", "continue", "restart"):
             raise ValueError(f"on_engine_death must be shutdown, continue or restart, not {self.on_engine_death!r}")
-        for name in ("ready_timeout", "shutdown_timeout", "stall_timeout", "spin_us", "restart_delay"):
+        for name in ("ready_timeout", "shutdown_timeout", "stall_timeout", "stall_limit", "spin_us", "restart_delay"):
             check_timeout(getattr(self, name), name)
         if check_timeout(self.spin_us, "spin_us") in (None, math.inf):
             raise ValueError(f"spin_us must be a number of microseconds, not {self.spin_us!r}")
+        if self.stall_limit == 0:
+            raise ValueError("stall_limit must be more than zero seconds, or None for no limit")
         for name in ("arena_limit", "arena_threshold", "high_water", "backlog_limit", "restart_limit"):
             value = getattr(self, name)
             what = "times" if name == "restart_limit" else "bytes"

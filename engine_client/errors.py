@@ -57,7 +57,7 @@ class EngineDeadError(EngineClientError):
         rank: data-parallel rank of the engine.
         pid: process id of the engine.
         exit_name: how the process ended: ``"exit code 3"``, ``"SIGKILL(-9)"``, ``"unknown"``.
-        remote_traceback: the engine's traceback as text; for a native crash the Python stacks of its threads.
+        remote_traceback: the engine's traceback as text; for a native crash or a stall its threads' Python stacks.
     """
 
     def __init__(

@@ -39,6 +39,8 @@ def test_start_methods(method):
         ("ready_timeout", "1", TypeError),
         ("shutdown_timeout", float("nan"), ValueError),
         ("stall_timeout", -0.1, ValueError),
+        ("stall_limit", 0, ValueError),
+        ("stall_limit", "1", TypeError),
         ("spin_us", -1, ValueError),
         ("spin_us", None, ValueError),
         ("spin_us", float("inf"), ValueError),

@@ -230,6 +230,10 @@ class AsyncMPClient(AsyncUtilities, MPClient):
         finally:
             ping.discard()
 
+    async def dump_stacks_async(self, timeout: float | None = 10.0) -> dict[int, str]:
+        """Return, by rank, the Python stacks of all threads of each engine; as ``dump_stacks``, on a thread."""
+        return await self._on_a_thread(self.dump_stacks, timeout)
+
     async def _carry_out(self, fan_out: FanOut, method: str, args: tuple[Any, ...], deadline: Deadline) -> list[Any]:
         for link in fan_out.links:
             await self._wait_for_room(link, deadline)

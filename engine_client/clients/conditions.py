@@ -42,7 +42,7 @@ def _condition(session: Session, link: EngineLink, page: EngineStatus) -> tuple[
     if link.life.state < State.READY or link.rank in session.router.closed:
         return "starting", link.phase
     limit = session.options.stall_timeout
-    if limit is not None and page.is_in_step and time.monotonic() - page.step_began_at > limit:
+    if limit is not None and page.busy_since and time.monotonic() - page.busy_since > limit:
         return "stalled", page.describe()
     return "sleeping" if page.is_sleeping else "paused" if page.is_paused else "ready", ""
 

@@ -22,10 +22,12 @@ from engine_client.clients.interactive import release_older
 from engine_client.clients.meter import TokenMeter
 from engine_client.clients.utilities import SyncUtilities
 from engine_client.config import ClientOptions
+from engine_client.deadline import check_timeout
 from engine_client.engine.core import EngineCore
 from engine_client.engine.executor import progress_to, report_progress
 from engine_client.errors import ClosedError
 from engine_client.ipc.processes import vitals
+from engine_client.ipc.stacks import own_stacks
 from engine_client.ipc.user_main import replay_guard
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, PauseMode
 from engine_client.progress import READY
@@ -105,6 +107,17 @@ class InprocClient(SyncUtilities, EngineCoreClient):
     def check_health(self, timeout: float | None = 10.0) -> None:
         """Raise ``ClosedError`` if the client is closed; there is nobody else to ask."""
         self._ensure_open()
+
+    def dump_stacks(self, timeout: float | None = 10.0) -> dict[int, str]:
+        """Return ``{0: stacks}``: the Python stacks of all threads of this process, from whichever thread.
+
+        Raises:
+            ClosedError: the client is closed.
+        """
+        check_timeout(timeout)
+        if not self.is_alive:
+            raise ClosedError("the engine client is closed")
+        return {0: own_stacks()}
 
     def get_output(self) -> EngineCoreOutputs:
         """Do one step and return its outputs (none when there is nothing to do).

@@ -5,7 +5,6 @@ Threads: set up by the thread that starts the engine; afterwards ``last_words`` 
 
 from __future__ import annotations
 
-import os
 from typing import Final
 
 from engine_client.clients.calls import Reply
@@ -15,6 +14,7 @@ from engine_client.ipc.channel import Channel
 from engine_client.ipc.descriptors import close_all
 from engine_client.ipc.foreign import ForeignHandle
 from engine_client.ipc.handle import ChildHandle
+from engine_client.ipc.stacks import FaultMemory
 from engine_client.ipc.status_page import StatusReader
 from engine_client.protocol.lifecycle import Lifecycle, State
 
@@ -22,8 +22,6 @@ __all__ = ["STARTING", "EngineLink"]
 
 STARTING: Final = "starting the process"
 """The phase before an engine's first message."""
-
-_MOST_STACK_BYTES: Final = 256 * 1024
 
 
 class EngineLink:
@@ -59,8 +57,8 @@ class EngineLink:
         self.arena = arena
         self.status = status
         self.lifeline = lifeline
-        self.faults = faults
-        self._fds = [fd for fd in (lifeline, faults) if fd >= 0]  # those that are not closed yet
+        self.faults = FaultMemory(faults)
+        self._fds = [fd for fd in (lifeline,) if fd >= 0]  # until it is closed
         self.phase = STARTING
         self.life = Lifecycle(self.title, state)  # the starting thread's, then the reader's
         self.over = Reply()  # ends once its death has been dealt with
@@ -83,12 +81,8 @@ class EngineLink:
         return isinstance(self.handle, ForeignHandle)
 
     def read_stacks(self) -> str:
-        """Return what ``faulthandler`` wrote in the engine; empty when nothing."""
-        if self.faults not in self._fds:
-            return ""
-        size = os.fstat(self.faults).st_size
-        start = max(0, size - _MOST_STACK_BYTES)
-        return os.pread(self.faults, size - start, start).decode(errors="replace")
+        """Return what ``faulthandler`` wrote in the engine and nobody has taken; empty when nothing."""
+        return self.faults.read()
 
     def log_lines(self) -> list[str]:
         """Return the last lines that the engine logged."""
@@ -101,6 +95,7 @@ class EngineLink:
         self.channel.close()
         self.arena.close()
         self.status.close()
+        self.faults.close()
         close_all(self._fds)
         if isinstance(self.handle, ForeignHandle):
             self.handle.close()
@@ -108,6 +103,7 @@ class EngineLink:
     def close_after_fork(self) -> None:
         """Close the copies that a forked child inherited, without touching a lock that another thread may have held."""
         close_all(self._fds)
+        self.faults.close()
         self.channel.close_after_fork()
         self.arena.close_after_fork()
         self.status.close()

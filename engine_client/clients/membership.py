@@ -48,6 +48,11 @@ class Membership(Traffic):
         self._starts: dict[Latch, int] = {}  # starts of ranks that join, and the threads that are at it
         self._lock = threading.RLock()  # guards the death and the opening of a rank, and what a session says
 
+    def verdict_on(self, links: list[EngineLink], error: Exception) -> Exception:
+        """Return what to tell of engines that did not answer: how they ended, or the error if they live."""
+        ending = self._ending or next((self.deaths[link.rank] for link in links if link.rank in self.deaths), None)
+        return error if ending is None else ending.error()
+
     def tell(self, rank: int, state: str, detail: str = "") -> None:
         """Tell those who listen to events."""
         self.events.tell(EngineEvent(rank, state, detail, time.monotonic()))

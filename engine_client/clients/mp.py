@@ -28,6 +28,7 @@ from engine_client.clients.guest import announce, attach, check_endpoint
 from engine_client.clients.interactive import release_older
 from engine_client.clients.restart import Restarter
 from engine_client.clients.session import Session
+from engine_client.clients.stacks import dump_stacks
 from engine_client.clients.starter import Starter
 from engine_client.config import ClientOptions, ready_timeout, shutdown_grace
 from engine_client.deadline import Deadline, check_timeout
@@ -268,6 +269,23 @@ class MPClient(EngineCoreClient):
         """Return what each engine's status page says, without asking the engines."""
         self._session.refuse_copies()
         return [status for status, _ in conditions(self._session)]
+
+    def dump_stacks(self, timeout: float | None = 10.0) -> dict[int, str]:
+        """Return, by rank, the Python stacks of all threads of each engine, whatever the engines are doing.
+
+        Nothing of the engine's own has to work for that, neither its loop nor the interpreter: it is for one that is
+        stuck.  It goes on as before.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            EngineDeadError: an engine is dead, or the client is closed.
+            EngineStalledError: an engine lives but wrote nothing within ``timeout`` seconds: it is stopped.
+            RuntimeError: the engines are another process's, whose client can ask them; or an engine's own code has
+                taken the signal that asks.
+        """
+        return dump_stacks(self._session, check_timeout(timeout))
 
     def engine_events(self) -> EventStream:
         """Return an iterator over what becomes of the engines: first the state of each, then every change."""

@@ -26,6 +26,7 @@ from engine_client.clients.delivery import deliver
 from engine_client.clients.endings import EXIT_TIMEOUT, JOIN_TIMEOUT, Ending, closed_ending, death_of
 from engine_client.clients.link import EngineLink
 from engine_client.clients.membership import Membership
+from engine_client.clients.stalls import StallWatch
 from engine_client.config import ClientOptions, shutdown_grace
 from engine_client.deadline import Deadline
 from engine_client.errors import RemoteProtocolError
@@ -64,6 +65,7 @@ class Session(Membership):
         self.cancel_exit_hook: Callable[[], object] = lambda: None
         self._on_end = on_end
         self._reader = ReaderThread(self, f"engine-client-reader-{os.getpid()}", options.spin_us / 1e6)
+        self._stalls = StallWatch(options.stall_limit, self._reader.look_at, self._die)
         self._released = Latch()
         self.is_guest = False  # the engines are another process's, which ends them
         self.lock_step: Group | None = None  # of ranks that step together, and end together
@@ -116,8 +118,8 @@ class Session(Membership):
     def watch(self, link: EngineLink) -> None:
         """Have the reader serve an engine that is ready."""
         self._reader.call(partial(self._running.add, link.rank))
-        sentinel = link.handle.sentinel
-        self._reader.add(link.rank, link.channel, sentinel if sentinel >= 0 else None)
+        self._reader.add(link.rank, link.channel, None if link.handle.sentinel < 0 else link.handle.sentinel)
+        self._stalls.watch(link)
 
     # -- the end, by the user ------------------------------------------------------------------------------------------
 
@@ -254,6 +256,10 @@ class Session(Membership):
         if self.links[rank].life.happened(Event.DEADLINE) is not Action.IGNORE:  # another's, who had this number before
             self._die(rank, None)
 
+    def on_look(self, rank: int, late: float) -> None:
+        """End an engine that has been busy with one thing for too long, or say when to look again."""
+        self._stalls.look(self.links[rank], late)
+
     def on_reader_failed(self, error: BaseException) -> None:
         """Take the end of the reader itself; whatever it was, nobody may wait for it any longer."""
         link = next(iter(self.links.values()))
@@ -287,13 +293,8 @@ class Session(Membership):
         if not self.options.kill_unresponsive or self.is_guest:
             return []
         for link in links:
-            self._reader.call(partial(self._die, link.rank, error))
+            self._reader.call(partial(self._stalls.end, link, error))
         return links
-
-    def verdict_on(self, links: list[EngineLink], error: Exception) -> Exception:
-        """Return what to tell of engines that did not answer: how they ended, or the error if they live."""
-        ending = self._ending or next((self.deaths[link.rank] for link in links if link.rank in self.deaths), None)
-        return error if ending is None else ending.error()
 
     def _end_if_all_have(self) -> None:
         if not self._running or not self._reader.is_alive():

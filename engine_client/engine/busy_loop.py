@@ -50,7 +50,6 @@ T = TypeVar("T")
 
 _IDLE_YIELD: Final = 0.001
 """Seconds to wait when a step had work and ran nothing, so that a waiting executor does not spin."""
-
 _PEER_POLL: Final = 0.002
 """Seconds after which a rank in lock-step looks again whether the others have voted."""
 
@@ -200,8 +199,10 @@ class BusyLoop:
     def _wait(self, timeout: float | None, spin: float = 0.0) -> None:
         """Block until there is news, at most ``timeout`` seconds and as long as a shutdown may take."""
         limits = [limit for limit in (timeout, self._drain.remaining()) if limit is not None]
+        self._status.waits()
         if self._wakeup.fileno() in self._gate.wait(limits, spin):
             self._wakeup.clear()
+        self._status.busy()
 
     def _receive(self) -> None:
         """Read what has arrived; a step does so itself."""
@@ -241,6 +242,7 @@ class BusyLoop:
             self.request_shutdown("its client has gone")
 
     def _dispatch(self, front_end: FrontEnd, frame: Frame) -> None:
+        self._status.busy()
         self._has_run = True
         if frame.kind == Kind.ADD:
             self._add(front_end, frame)

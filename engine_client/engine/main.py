@@ -34,6 +34,7 @@ from engine_client.ipc.arena import ArenaReader, ArenaWriter
 from engine_client.ipc.channel import Channel
 from engine_client.ipc.engine_fds import EngineFds
 from engine_client.ipc.group_page import GroupMember
+from engine_client.ipc.stacks import report_stacks
 from engine_client.ipc.status_page import EngineState, StatusWriter
 from engine_client.ipc.user_main import decoding, ensure_main, importable
 from engine_client.protocol.codec import loads
@@ -79,7 +80,7 @@ def run_engine(fds: EngineFds, launcher_pid: int) -> None:
         SystemExit: always; the exit code says whether the end was in order.
     """
     line = lifeline.arm(fds.lifeline, launcher_pid)
-    _enable_fault_reports(fds.faults)
+    report_stacks(fds.faults)
     status = StatusWriter(fds.page)
     line.on_strays = status.set_strays
     channel = Channel(fds.channel, name="client")
@@ -106,14 +107,6 @@ def _set_rank(vllm_config: Any, rank: int) -> None:
     parallel = getattr(vllm_config, "parallel_config", None)
     if parallel is not None and getattr(parallel, "data_parallel_size", 1) > 1:
         parallel.data_parallel_rank = parallel.data_parallel_index = rank
-
-
-def _enable_fault_reports(fd: int) -> None:
-    """Write the Python stacks into memory that the launcher holds, on a native crash and on SIGUSR2."""
-    import faulthandler  # noqa: PLC0415  # only an engine process needs it
-
-    faulthandler.enable(fd, all_threads=True)
-    faulthandler.register(signal.SIGUSR2, fd, all_threads=True, chain=False)
 
 
 class _Engine:

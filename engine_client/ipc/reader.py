@@ -12,8 +12,8 @@ sent before it crashed are delivered before its death is.
 
 Invariants: I1 (the one reader of its channels), I3, I10 (whatever ends this thread is reported to the handler).
 
-Threads: ``ReaderThread`` owns its thread.  ``add``, ``wakeup``, ``set_deadline`` and ``stop`` may be called from any
-thread; the handler is called on the reader's.  An idle thread blocks without a timeout.
+Threads: ``ReaderThread`` owns its thread.  The methods of its first part may be called from any thread; the handler is
+called on the reader's.  An idle thread blocks without a timeout.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ class ReaderHandler(Protocol):
 
     def on_deadline(self, rank: int) -> None:
         """Note that the deadline set for this rank has passed."""
+
+    def on_look(self, rank: int, late: float) -> None:
+        """Look how this rank is doing, since it is time to; ``late`` seconds have passed since then."""
 
     def on_drained(self, rank: int) -> None:
         """Note that everything that waited for this rank is written."""
@@ -88,6 +91,7 @@ class ReaderThread:
         self._channels: dict[int, Channel] = {}
         self._sentinels: dict[int, int] = {}
         self._deadlines: dict[int, Deadline] = {}
+        self._looks: dict[int, Deadline] = {}
         self._waits = Moderated(self._selector)
         self._selector.register(self._wakeup.fileno(), selectors.EVENT_READ, ("wakeup", -1))
 
@@ -115,6 +119,10 @@ class ReaderThread:
     def set_deadline(self, rank: int, deadline: Deadline) -> None:
         """Have ``on_deadline(rank)`` called unless the rank is removed before."""
         self.call(lambda: self._deadlines.setdefault(rank, deadline))
+
+    def look_at(self, rank: int, deadline: Deadline) -> None:
+        """Have ``on_look(rank)`` called, once, unless the rank is removed before; the last deadline counts."""
+        self.call(lambda: self._looks.update({rank: deadline}))
 
     def wakeup(self) -> None:
         """Make the thread look for backlogs to flush."""
@@ -181,7 +189,7 @@ class ReaderThread:
 
     def _wait(self) -> list[tuple[selectors.SelectorKey, int]]:
         self._want_writes()
-        limits = [deadline.remaining() or 0.0 for deadline in self._deadlines.values()]
+        limits = [deadline.remaining() or 0.0 for deadline in (*self._deadlines.values(), *self._looks.values())]
         spin = self._spin_until - time.monotonic() if self._spin_until else 0.0
         return self._waits.select(min(limits, default=None), max(0.0, spin))
 
@@ -203,11 +211,19 @@ class ReaderThread:
             self._requests.popleft()()
         for rank in exits:
             self._exit(rank)
+        # Nothing may keep the last frames' buffers alive until the next ones come.
+        del events
+        self._tell_time()
+
+    def _tell_time(self) -> None:
+        """Tell what it is time for."""
         for rank in [rank for rank, deadline in self._deadlines.items() if deadline.expired()]:
             del self._deadlines[rank]
             self._handler.on_deadline(rank)
-        # Nothing may keep the last frames' buffers alive until the next ones come.
-        del events
+        for rank in [rank for rank, deadline in self._looks.items() if deadline.expired()]:
+            due = self._looks.pop(rank, None)
+            if due is not None:  # else it was removed just now
+                self._handler.on_look(rank, time.monotonic() - due.at)
 
     def _add(self, rank: int, channel: Channel, sentinel: int | None) -> None:
         self._channels[rank] = channel
@@ -220,6 +236,7 @@ class ReaderThread:
         channel = self._channels.pop(rank, None)
         sentinel = self._sentinels.pop(rank, None)
         self._deadlines.pop(rank, None)
+        self._looks.pop(rank, None)
         for fd in (channel.fileno() if channel else -1, -1 if sentinel is None else sentinel):
             with suppress(KeyError, ValueError):  # unregistered at the end of its stream, or closed
                 self._selector.unregister(fd)

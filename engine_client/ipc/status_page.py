@@ -8,8 +8,8 @@ Each word is written by one process and is whole when read, since an aligned 8-b
 may be a step apart.  Nothing else is needed to write than a store, so a page costs the engine well below a microsecond
 per step, and it can still be read when the engine was killed.
 
-``EngineStatus`` tells *busy* from *stalled* by ``step_began_at``: times are of the monotonic clock, which all
-processes of a machine share.
+``EngineStatus`` tells *busy* from *stalled* by ``step_began_at`` and ``busy_since``: times are of the monotonic clock,
+which all processes of a machine share.
 
 Invariants: I5 (the memory is nameless and goes with its last holder), I7 (no wait).
 
@@ -40,6 +40,7 @@ _STEP_BEGAN_AT: Final = 4  # a float, as the next one
 _LAST_STEP_AT: Final = 5
 _LOG_CLAIMED: Final = 6  # bytes ever written to the ring, before the bytes are there ...
 _LOG_WRITTEN: Final = 7  # ... and after
+_BUSY_SINCE: Final = 8  # a float
 
 _STRAYS: Final = 128  # how many, then for each pid and start
 
@@ -81,6 +82,7 @@ class EngineStatus:
         steps: how many it has finished.
         step_began_at: monotonic seconds at which its last step began; 0.0 before the first.
         last_step_at: monotonic seconds at which a step last ended; 0.0 before the first.
+        busy_since: monotonic seconds at which it began what it is doing (a step, a message); 0.0 while it waits.
         waiting: requests that wait.
         running: requests that run.
         rank: of the engine.
@@ -101,6 +103,7 @@ class EngineStatus:
     condition: str = "ready"
     tokens: int = 0
     tokens_per_s: float = 0.0
+    busy_since: float = 0.0
 
     @property
     def is_in_step(self) -> bool:
@@ -112,6 +115,8 @@ class EngineStatus:
         load = f"{self.running} requests running, {self.waiting} waiting"
         if self.is_in_step:
             return f"it has been in one step for {time.monotonic() - self.step_began_at:.1f} s ({load})"
+        if self.busy_since:
+            return f"it has been in one call for {time.monotonic() - self.busy_since:.1f} s ({load})"
         return f"it is not in a step ({load})"
 
 
@@ -149,13 +154,21 @@ class StatusWriter:
 
     def step_begin(self) -> None:
         """Say that a step begins."""
-        self._times[_STEP_BEGAN_AT] = time.monotonic()
+        self._times[_STEP_BEGAN_AT] = self._times[_BUSY_SINCE] = time.monotonic()
 
     def step_end(self, waiting: int, running: int) -> None:
         """Say that the step is done, and how many requests are left."""
         self._words[_COUNTS] = waiting << 32 | running
         self._words[_STEPS] += 1
-        self._times[_LAST_STEP_AT] = time.monotonic()
+        self._times[_LAST_STEP_AT] = self._times[_BUSY_SINCE] = time.monotonic()
+
+    def busy(self) -> None:
+        """Say that something else than a step begins: a message, an answer."""
+        self._times[_BUSY_SINCE] = time.monotonic()
+
+    def waits(self) -> None:
+        """Say that the engine waits for news: whatever it was doing is done."""
+        self._times[_BUSY_SINCE] = 0.0
 
     def idle(self, waiting: int, running: int) -> None:
         """Say how many requests there are, outside of a step."""
@@ -240,6 +253,7 @@ class StatusReader:
             steps=words[_STEPS],
             step_began_at=times[_STEP_BEGAN_AT],  # before the next one: a step that ends meanwhile has ended
             last_step_at=times[_LAST_STEP_AT],
+            busy_since=times[_BUSY_SINCE],
             waiting=counts >> 32,
             running=counts & _COUNT_MASK,
             is_sleeping=bool(flags & _SLEEPING),

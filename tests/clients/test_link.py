@@ -14,7 +14,7 @@ def test_what_outlives_the_engine_can_be_read() -> None:
     with played_engine(3) as peer:
         link = peer.link
         assert link.read_stacks() == ""
-        os.pwrite(peer.faults, b"Thread 0x1\n", 0)
+        os.write(peer.faults, b"Thread 0x1\n")
         peer.status.log("WARNING a: line")
         assert link.read_stacks() == "Thread 0x1\n"
         assert link.log_lines() == ["WARNING a: line"]
@@ -28,7 +28,7 @@ def test_what_outlives_the_engine_can_be_read() -> None:
 def test_only_the_end_of_very_long_stacks_is_read() -> None:
     """What a crash wrote is bounded where it is read."""
     with played_engine() as peer:
-        os.pwrite(peer.faults, b"x" * (1 << 20) + b"end", 0)
+        os.write(peer.faults, b"x" * (1 << 20) + b"end")
         assert len(peer.link.read_stacks()) == 256 * 1024
         assert peer.link.read_stacks().endswith("end")
 

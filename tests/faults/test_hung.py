@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
 import time
 from typing import Any
 
@@ -16,7 +15,7 @@ from engine_client.testing.faults import frozen
 from engine_client.testing.scripted import Script
 from helpers.calls import async_client
 from helpers.clients import collect, make_request, pid_of, pids_of, scripted_client, session_of
-from helpers.drivers import native
+from helpers.hanging import deadlock, hang_deaf, hang_holding, sleep_in_c, take_signals
 from helpers.scenes import Waiter, check_dead, colours
 from helpers.timing import eventually, took_at_most
 
@@ -24,20 +23,7 @@ pytestmark = pytest.mark.crash
 
 LIMIT = 0.3
 BOUND = LIMIT + 0.5
-
-
-def deadlock(core: object) -> None:
-    """Wait, in an engine's loop, for a lock that nobody gives back."""
-    del core
-    lock = threading.Lock()
-    with lock:
-        lock.acquire()
-
-
-def sleep_in_c(core: object) -> None:
-    """Enter, in an engine's loop, C code that never returns."""
-    del core
-    native(600)
+STALL = 0.5
 
 
 def last_rank(client: Any) -> int:
@@ -124,7 +110,107 @@ def test_bc29_with_the_policy_a_hung_engine_is_killed(how: Any, colour: str) -> 
     assert isinstance(caught.value.__cause__, EngineStalledError)
     for waiter in waiters:
         assert isinstance(waiter.end(began, BOUND), EngineDeadError)
+    assert how == "stopped" or "in deadlock" in caught.value.remote_traceback
     check_dead(client, "not responding", cause=EngineStalledError)
+
+
+def check_stalled(error: BaseException | None, where: str) -> None:
+    """Check that an engine was ended for standing still, and that the error says where."""
+    assert isinstance(error, EngineDeadError)
+    assert isinstance(error.__cause__, EngineStalledError)
+    assert "made no progress for longer than 0.5 s (ClientOptions.stall_limit)" in str(error)
+    for text in (str(error), error.remote_traceback):
+        assert f"in {where}" in text
+        assert "lifeline.py" in text  # all threads
+
+
+@colours
+@pytest.mark.parametrize("how", [deadlock, sleep_in_c, hang_holding, hang_deaf])
+def test_bc29_the_stall_limit_ends_a_call_that_never_ends(how: Any, colour: str) -> None:
+    """Nobody has to ask: all who wait get EngineDeadError with the stacks of all threads, wherever the engine hangs."""
+    client = scripted_client(colour=colour, stall_limit=STALL)
+    waiters = [Waiter(client.get_output), Waiter(lambda: client.call_utility("deferred"))]
+    with pytest.raises(EngineDeadError) as caught:
+        client.call_utility("collective_rpc", how, ranks=[last_rank(client)])
+    began = time.monotonic()
+    where = how.__name__
+    check_stalled(caught.value, where)
+    for waiter in waiters:
+        check_stalled(waiter.end(began, BOUND), where)
+    check_dead(client, "no progress", cause=EngineStalledError)
+
+
+@colours
+def test_bc29_the_stall_limit_ends_a_step_that_never_ends(colour: str) -> None:
+    """In time, counted from the beginning of the step, however long the engine was idle before."""
+    client = scripted_client(Script(step_seconds=600.0), colour=colour, stall_limit=STALL)
+    time.sleep(STALL * 1.5)
+    client.check_health(10)
+    client.add_request(make_request("a", 2, data_parallel_rank=last_rank(client)))
+    began = time.monotonic()
+    with took_at_most(STALL + 2.0):
+        check_stalled(Waiter(client.get_output).end(began, STALL + 2.0), "step")
+    assert time.monotonic() - began > STALL
+    check_dead(client, "in one step for", cause=EngineStalledError)
+
+
+@colours
+def test_bc29_the_stall_limit_spares_who_makes_progress(colour: str) -> None:
+    """Steps of half the limit, an idle engine, one that is paused and calls that are answered late are in order."""
+    with scripted_client(Script(step_seconds=0.5), colour=colour, stall_limit=1.5) as client:
+        late = Waiter(lambda: client.call_utility("deferred"))
+        client.add_request(make_request("a", 5))
+        assert len(collect(client, 1)["a"]) == 5
+        time.sleep(2.0)
+        client.check_health(10)
+        assert late.error is None
+    assert isinstance(late.end(time.monotonic(), BOUND), EngineDeadError)
+
+
+def test_bc29_the_stall_limit_and_a_rank_that_others_survive() -> None:
+    """With ``on_engine_death="restart"`` a rank that hangs is ended and comes back, and is watched again."""
+    with scripted_client(colour="dp", stall_limit=STALL, on_engine_death="restart") as client:
+        for _ in range(2):
+            before = pid_of(client)
+            with pytest.raises(EngineDeadError) as caught:
+                client.call_utility("collective_rpc", deadlock, ranks=[1])
+            check_stalled(caught.value, "deadlock")
+            eventually(
+                lambda before=before: (
+                    [s.condition for s in client.engine_status()] == ["ready"] * 2 and pid_of(client) != before
+                )
+            )
+        client.check_health(10)
+
+
+@pytest.mark.parametrize("how", [deadlock, sleep_in_c, hang_holding])
+def test_bc29_the_stacks_of_an_engine_that_hangs(how: Any) -> None:
+    """``dump_stacks`` says where, again and again, and changes nothing."""
+    client = scripted_client()
+    with pytest.raises(TimeoutError):
+        client.call_utility("collective_rpc", how, timeout=0.1)
+    eventually(lambda: f"in {how.__name__}" in client.dump_stacks()[0])
+    for _ in range(3):
+        with took_at_most(2.0):
+            (text,) = client.dump_stacks().values()
+        assert text.count(f"in {how.__name__}") == 1
+    assert client.is_alive
+    os.kill(pid_of(client), signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="SIGKILL") as caught:
+        client.get_output()
+    assert "Python stacks" not in str(caught.value)  # those were of another time
+    client.shutdown()
+
+
+def test_bc29_an_engine_that_takes_every_signal() -> None:
+    """No stacks are to be had of it, which an error says in time; its end by the limit is told all the same."""
+    with scripted_client(stall_limit=STALL) as client:
+        client.call_utility("collective_rpc", take_signals)
+        with took_at_most(2.0), pytest.raises(EngineStalledError, match="no stacks within"):
+            client.dump_stacks(0.3)
+        client.check_health(10)
+        with pytest.raises(EngineDeadError, match="made no progress"):
+            client.call_utility("collective_rpc", deadlock)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

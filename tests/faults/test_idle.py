@@ -50,11 +50,11 @@ def used_while_idle(client: Any, seconds: float) -> tuple[float, int]:
 def test_bc15_idle_for_five_seconds(requests: int, colour: str) -> None:
     """After READY, and after a hundred requests: less than 10 ms together, and less than 20 wake-ups a second.
 
-    An event loop that waits, and ranks in lock-step, add nothing.
+    An event loop that waits, ranks in lock-step, and a limit for engines that stall add nothing.
     """
     config = EngineConfig()
     config.model_config.is_moe = True  # several ranks are in lock-step
-    with scripted_client(config=config, colour=colour) as client:
+    with scripted_client(config=config, colour=colour, stall_limit=1.0) as client:
         for index in range(requests):
             client.add_request(make_request(f"r{index}", 3))
         if requests:

@@ -49,6 +49,10 @@ class Recorder:
     def on_deadline(self, rank: int) -> None:
         self.note("deadline", rank)
 
+    def on_look(self, rank: int, late: float) -> None:
+        assert late >= 0
+        self.note("look", rank)
+
     def on_drained(self, rank: int) -> None:
         self.note("drained", rank)
 
@@ -183,6 +187,19 @@ def test_a_deadline_is_told_once() -> None:
         reader.remove(0)
         recorder.wait_for("deadline", 1)
         assert recorder.events == [("deadline", 0), ("deadline", 1)]
+
+
+def test_it_is_time_to_look_at_an_engine() -> None:
+    """``on_look`` comes once, at the last of the moments that were given; a removed rank has none."""
+    with running() as (reader, recorder, *_):
+        reader.look_at(0, Deadline(DEADLOCK))
+        reader.look_at(0, Deadline(0.02))
+        recorder.wait_for("look", 0)
+        reader.look_at(0, Deadline(0.02))
+        reader.remove(0)
+        reader.look_at(1, Deadline(0.04))
+        recorder.wait_for("look", 1)
+        assert recorder.events == [("look", 0), ("look", 1)]
 
 
 def test_a_removed_rank_is_watched_no_longer() -> None:

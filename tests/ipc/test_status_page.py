@@ -205,6 +205,24 @@ def test_everything_is_readable_after_sigkill(page):
     os.close(go)
 
 
+def test_what_is_no_step_shows_too(page):
+    """Since when the engine does what it does: a step, what follows it, a call; nothing while it waits."""
+    assert page.reader.snapshot().busy_since == 0.0
+    page.writer.step_begin()
+    status = page.reader.snapshot()
+    assert status.busy_since == status.step_began_at > 0
+    page.writer.step_end(0, 0)
+    status = page.reader.snapshot()
+    assert status.busy_since == status.last_step_at
+    page.writer.busy()
+    status = page.reader.snapshot()
+    assert status.busy_since > status.last_step_at
+    assert "in one call for 0." in status.describe()
+    page.writer.waits()
+    assert page.reader.snapshot().busy_since == 0.0
+    assert "not in a step" in page.reader.snapshot().describe()
+
+
 def test_a_closed_reader_tells_the_last_it_saw(page):
     """After close the reader's answers stay those of that moment; close may be repeated."""
     page.writer.step_begin()
