@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from engine_client.testing.leaks import LeakGuard
 from helpers.procs import stop_multiprocessing_daemons
+
+pytest_plugins = ["engine_client.testing.pytest_plugin"]
+"""Where the library is not installed, or as it was before; setup.cfg turns its leak guard on."""
 
 # tox has an environment of its own for these.
 collect_ignore = [f"with_{name}" for name in ("torch", "uvloop") if not find_spec(name)]
@@ -60,10 +62,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def leak_guard() -> Iterator[LeakGuard]:
-    """Fail the test if a process, thread, descriptor or shared memory of it is left ten seconds after its end."""
-    with LeakGuard() as guard:
-        yield guard
+def _no_daemons() -> Iterator[None]:
+    """End what the standard library starts once and keeps, so that the next test is on its own."""
+    yield
     stop_multiprocessing_daemons()
 
 

@@ -32,6 +32,9 @@ from helpers.timing import DEADLOCK
 ROOT = Path(__file__).parent.parent
 PAGES = [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if page.exists()]
 
+PLUGIN = "engine_client.testing.pytest_plugin"
+"""pytest has it from the installed distribution; not where that is older than the plugin."""
+
 IN_A_CLONE = "in a clone"
 IN_A_NOTEBOOK = "in a notebook"
 
@@ -79,7 +82,7 @@ def environment(folder: Path) -> dict[str, str]:
     shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m engine_client "$@"\n')
     shim.chmod(0o755)
     path = os.pathsep.join([str(Path(sys.executable).parent), str(tools), os.environ["PATH"]])
-    return script_environment(PATH=path, HOME=str(folder), TERM="dumb", COLUMNS="100")
+    return script_environment(PATH=path, HOME=str(folder), TERM="dumb", COLUMNS="100", PYTEST_PLUGINS=PLUGIN)
 
 
 def bare_environment(folder: Path) -> dict[str, str]:
