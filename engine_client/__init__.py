@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         SerializationError as SerializationError,
         StartupError as StartupError,
     )
+    from engine_client.ipc.observer import RunningEngine as RunningEngine, running_engines as running_engines
     from engine_client.launch import CoreEngines as CoreEngines, launch_core_engines as launch_core_engines
     from engine_client.messages import (
         EEP_NOTIFICATION_CALL_ID as EEP_NOTIFICATION_CALL_ID,
@@ -142,6 +143,7 @@ _HOMES = {
     ),
     "engine_client.clients.endpoint": ("Endpoint",),
     "engine_client.clients.events": ("EngineEvent", "EventStream"),
+    "engine_client.ipc.observer": ("RunningEngine", "running_engines"),
     "engine_client.launch": ("CoreEngines", "launch_core_engines"),
     "engine_client.messages": (
         "EEP_NOTIFICATION_CALL_ID",

@@ -31,12 +31,14 @@ class EngineContext:
         progress: reports start-up progress to the client.
         options: ``ClientOptions.for_engine()``.
         executor_failed: ends the engine; called, from any thread, when an executor's own workers have failed.
+        counters: where the engine counts what it does (``ipc.counters.Counters``); None: nobody looks.
     """
 
     rank: int = 0
     progress: ProgressCallback = lambda phase, done, total: None
     options: Mapping[str, Any] = field(default_factory=dict)
     executor_failed: Callable[[], None] = lambda: None
+    counters: Any = None
 
 
 class EngineCore(Protocol):

@@ -69,7 +69,8 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "process_group": {"exits", "handle", "processes"},
         "reader": {"channel", "moderation", "wakeup"},
         "stacks": {"arena_memory", "descriptors"},
-        "status_page": {"arena_memory"},
+        "observer": {"counters", "status_page"},
+        "status_page": {"arena_memory", "counters"},
         "wakeup": {"descriptors"},
     },
     "engine": {
@@ -113,13 +114,16 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "fan_out": {"calls", "link"},
         "front_ends": {"endpoint", "link"},
         "guest": {"endpoint", "link", "session", "traffic"},
-        "inproc": {"base", "card", "interactive", "meter", "utilities"},
+        "inproc": {"base", "card", "interactive", "meter", "metrics", "utilities"},
         "link": {"calls", "meter"},
         "mailbox": {"calls"},
+        "measuring": {"conditions", "frame_latency", "metrics", "session"},
+        "meter": {"frame_latency"},
         "membership": {"endings", "events", "link", "traffic"},
+        "metrics": {"frame_latency", "metrics_server"},
         "mp": {
             *("base", "caller", "card", "conditions", "elastic", "endpoint", "events", "front_ends", "guest"),
-            *("interactive", "restart", "session", "stacks", "starter"),
+            *("interactive", "measuring", "metrics", "restart", "session", "stacks", "starter"),
         },
         "outputs": {"in_flight"},
         "room": {"link"},
@@ -162,7 +166,7 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
     "cli": {
         "doctor": {"probe"},
         "generate": {"awaited", "output"},
-        "main": {"bench", "doctor", "generate"},
+        "main": {"bench", "doctor", "generate", "top"},
     },
     "integrations": {
         "vllm": {"vllm.install", "vllm.refusals"},
@@ -195,6 +199,7 @@ IN_PROCESS = {("clients.inproc", "engine.core"), ("clients.inproc", "engine.exec
 """The one place where the client's half knows an engine."""
 
 THIRD_PARTY = {
+    "prometheus_client": {"clients.metrics"},
     "psutil": {"ipc.processes"},
     "tblib": {"protocol.tracebacks"},
     "cloudpickle": {"protocol.codec"},

@@ -20,6 +20,7 @@ from engine_client.clients.base import EngineCoreClient
 from engine_client.clients.card import CardRow, render_card
 from engine_client.clients.interactive import release_older
 from engine_client.clients.meter import TokenMeter
+from engine_client.clients.metrics import EngineReading, Measured, Measurements
 from engine_client.clients.utilities import SyncUtilities
 from engine_client.config import ClientOptions
 from engine_client.deadline import check_timeout
@@ -28,6 +29,7 @@ from engine_client.engine.executor import progress_to, report_progress
 from engine_client.errors import ClosedError
 from engine_client.ipc.processes import vitals
 from engine_client.ipc.stacks import own_stacks
+from engine_client.ipc.status_page import EngineStatus
 from engine_client.ipc.user_main import replay_guard
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, PauseMode
 from engine_client.progress import READY
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["InprocClient", "InprocStream"]
 
 
-class InprocClient(SyncUtilities, EngineCoreClient):
+class InprocClient(Measured, SyncUtilities, EngineCoreClient):
     """Builds an ``EngineCore`` with the arguments given, and steps it in ``get_output``.
 
     Args:
@@ -103,6 +105,23 @@ class InprocClient(SyncUtilities, EngineCoreClient):
     def is_alive(self) -> bool:
         """Tell whether the client is open."""
         return self._finalizer.alive
+
+    def measure(self) -> Measurements:
+        """Return how things are."""
+        core = self.engine_core
+        (waiting, running), counted = core.counts(), core.counters.read()
+        is_sleeping, is_paused = core.pause_state()
+        condition = "dead" if not self.is_alive else "sleeping" if is_sleeping else "paused" if is_paused else "ready"
+        status = EngineStatus(
+            steps=core.scheduler.num_steps,
+            waiting=waiting,
+            running=running,
+            is_sleeping=is_sleeping,
+            is_paused=is_paused,
+            condition=condition,
+        )
+        model = str(getattr(getattr(core.vllm_config, "model_config", None), "model", ""))
+        return Measurements(model, [EngineReading(status, counted)], None, waiting + running)
 
     def check_health(self, timeout: float | None = 10.0) -> None:
         """Raise ``ClosedError`` if the client is closed; there is nobody else to ask."""
@@ -275,6 +294,7 @@ class InprocClient(SyncUtilities, EngineCoreClient):
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Shut the engine core down; idempotent."""
+        self.end_servers()
         if self._finalizer.detach() is not None:
             self.engine_core.shutdown()
 

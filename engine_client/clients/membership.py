@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -45,6 +46,7 @@ class Membership(Traffic):
         self.events = Events()
         self.departing: set[int] = set()  # ranks that are being taken away, and finish what they have
         self.leaving: set[int] = set()  # those of them that have nothing to do any more: their end is wanted
+        self.restarts: Counter[int] = Counter()  # after deaths, by rank
         self._starts: dict[Latch, int] = {}  # starts of ranks that join, and the threads that are at it
         self._lock = threading.RLock()  # guards the death and the opening of a rank, and what a session says
 

@@ -9,6 +9,8 @@ import time
 from math import exp
 from typing import Final
 
+from engine_client.clients.frame_latency import FrameLatency
+
 __all__ = ["TokenMeter"]
 
 _MEMORY: Final = 5.0
@@ -20,14 +22,17 @@ class TokenMeter:
 
     def __init__(self) -> None:
         self.total = 0
+        self.latency: FrameLatency | None = None  # measured once somebody has asked
         self._rate = 0.0
         self._counted_at = time.monotonic()
 
     def __repr__(self) -> str:
         return f"<TokenMeter {self.total} tokens, {self.rate():.1f}/s>"
 
-    def add(self, tokens: int) -> None:
-        """Count the tokens of a step."""
+    def add(self, tokens: int, sent_at: float = 0.0) -> None:
+        """Count the tokens of a step, whose frame was sent at this monotonic second."""
+        if self.latency is not None:
+            self.latency.note(sent_at)
         now = time.monotonic()
         self._rate = self._rate * exp((self._counted_at - now) / _MEMORY) + tokens / _MEMORY
         self._counted_at = now

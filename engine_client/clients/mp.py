@@ -26,6 +26,8 @@ from engine_client.clients.events import EventStream
 from engine_client.clients.front_ends import FrontEnds
 from engine_client.clients.guest import announce, attach, check_endpoint
 from engine_client.clients.interactive import release_older
+from engine_client.clients.measuring import measure_session
+from engine_client.clients.metrics import Measured, Measurements
 from engine_client.clients.restart import Restarter
 from engine_client.clients.session import Session
 from engine_client.clients.stacks import dump_stacks
@@ -79,7 +81,7 @@ class BackgroundResources:
             raise EngineDeadError
 
 
-class MPClient(EngineCoreClient):
+class MPClient(Measured, EngineCoreClient):
     """Base of the clients whose engine core lives in a process of its own.
 
     Args:
@@ -287,6 +289,10 @@ class MPClient(EngineCoreClient):
         """
         return dump_stacks(self._session, check_timeout(timeout))
 
+    def measure(self) -> Measurements:
+        """Return how things are, without asking an engine; from the first call on, frames are timed."""
+        return measure_session(self._session, str(getattr(self.vllm_config.model_config, "model", "")))
+
     def engine_events(self) -> EventStream:
         """Return an iterator over what becomes of the engines: first the state of each, then every change."""
         self._session.refuse_copies()
@@ -321,6 +327,7 @@ class MPClient(EngineCoreClient):
             timeout: seconds for the polite end before force; None: ``VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS``, or 5.
         """
         grace = shutdown_grace(self.options, timeout)
+        self.end_servers()
         self._session.close(grace)
         self.resources.engine_dead = True
         self._finalizer.detach()

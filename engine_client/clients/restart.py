@@ -94,5 +94,6 @@ class Restarter:
             return False
         self._up_since[rank] = time.monotonic()
         if rank in session.links and rank not in session.deaths:
+            session.restarts[rank] += 1
             _log.warning("engine core %d has been started again", rank)
         return True

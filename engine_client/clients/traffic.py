@@ -376,7 +376,7 @@ class Traffic:
             Exception: not even the keys can be decoded.
         """
         columns = decode_columns(frame)
-        link.meter.add(len(columns.tokens))
+        link.meter.add(len(columns.tokens), columns.timestamp)
         if columns.strays:
             names = ", ".join(columns.strays)
             self._log_once("stray", "%s sent outputs of requests nobody has asked for: %s", link.title, names)

@@ -29,6 +29,7 @@ from engine_client.engine.limits import read_limits
 from engine_client.engine.request import Request
 from engine_client.engine.scheduler import Scheduler
 from engine_client.engine.step_log import log_failure, log_iteration
+from engine_client.ipc.counters import Counters
 from engine_client.messages import EngineCoreOutputs, EngineCoreReadyResponse
 
 __all__ = ["EngineCore"]
@@ -45,6 +46,7 @@ class EngineCore(EngineControl):
         log_stats: record events of requests and statistics of steps, and send them.
         executor_fail_callback: called, from any thread, when an executor's own workers have failed.
         include_finished_set: name the requests that ended in ``EngineCoreOutputs.finished_requests``.
+        counters: where what is done is counted; None: memory of its own.
 
     Raises:
         TypeError, ValueError: the configuration cannot work, or ``executor_class`` builds something else.
@@ -58,6 +60,8 @@ class EngineCore(EngineControl):
         log_stats: bool,
         executor_fail_callback: Callable[[], None] | None = None,
         include_finished_set: bool = False,
+        *,
+        counters: Counters | None = None,
     ) -> None:
         self.vllm_config = vllm_config
         self.log_stats = log_stats
@@ -69,7 +73,10 @@ class EngineCore(EngineControl):
         except BaseException:
             executor.shutdown()
             raise
-        scheduler = Scheduler(self.limits, log_stats=log_stats, include_finished_set=include_finished_set)
+        self.counters = Counters() if counters is None else counters
+        scheduler = Scheduler(
+            self.limits, log_stats=log_stats, include_finished_set=include_finished_set, counters=self.counters
+        )
         super().__init__(executor, scheduler)
         self.step_fn: Callable[[], StepOutputs] = self.step
         self._intake = Intake(executor, self.limits)

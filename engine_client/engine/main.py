@@ -66,7 +66,7 @@ def build_engine(
     from engine_client.engine.executor import progress_to  # noqa: PLC0415  # as above
 
     with progress_to(context.progress):
-        return OwnEngineCore(vllm_config, executor_class, log_stats, context.executor_failed)
+        return OwnEngineCore(vllm_config, executor_class, log_stats, context.executor_failed, counters=context.counters)
 
 
 def run_engine(fds: EngineFds, launcher_pid: int) -> None:
@@ -155,8 +155,10 @@ class _Engine:
         ring = LogRing(self.status)
         ring.install()
         options = init.options
+        self.status.set_rank(init.rank)
+        self.status.results = ArenaWriter(self.fds.arena_out, limit=options["arena_limit"])
         self.channel.connect_memory(
-            writer=ArenaWriter(self.fds.arena_out, limit=options["arena_limit"]),
+            writer=self.status.results,
             reader=ArenaReader(self.fds.arena_in, party=init.rank),
             threshold=options["arena_threshold"],
         )
@@ -172,7 +174,7 @@ class _Engine:
         self.phase = "building the engine"
         module, _, function = init.target.partition(":")
         build = getattr(import_module(module), function)
-        context = EngineContext(init.rank, self._progress, options, self._executor_failed)
+        context = EngineContext(init.rank, self._progress, options, self._executor_failed, self.status.counters)
         engine: EngineCore = build(vllm_config, executor_class, log_stats, context)
         return front_ends, engine, float(getattr(vllm_config, "shutdown_timeout", 0) or 0)
 

@@ -51,6 +51,7 @@ class Request:
         "_carried",
         "_tokens_view",
         "abort_immediately",
+        "arrived_at",
         "blocks",
         "capacity",
         "chain",
@@ -101,6 +102,7 @@ class Request:
             getattr(message, "mm_features", None),
         )
         # -- where it stands --
+        self.arrived_at = 0.0  # in the scheduler; monotonic seconds
         self.state = RequestState.WAITING
         self.tokens = tokens
         self.num_computed_tokens = 0

@@ -20,6 +20,7 @@ Threads: the engine's thread only.
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections.abc import Iterable
 from operator import attrgetter
@@ -32,6 +33,7 @@ from engine_client.engine.outbox import Outbox, add_columns
 from engine_client.engine.queues import make_queue
 from engine_client.engine.request import Request, RequestState
 from engine_client.engine.stop import End
+from engine_client.ipc.counters import END_TO_END, FIRST_TOKEN, Count, Counters
 from engine_client.messages import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -55,9 +57,20 @@ class Scheduler:
         limits: what fits into a step and into memory.
         log_stats: record events of requests and statistics of steps.
         include_finished_set: name the requests that ended in the outputs, whatever ended them.
+        counters: where what is done is counted; None: memory of its own.
     """
 
-    def __init__(self, limits: Limits, *, log_stats: bool = False, include_finished_set: bool = False) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        log_stats: bool = False,
+        include_finished_set: bool = False,
+        counters: Counters | None = None,
+    ) -> None:
+        self.counters = Counters() if counters is None else counters
+        self.counters.words[Count.IS_KEPT] = 1
+        self.counters.words[Count.KV_BLOCKS] = limits.num_blocks
         self.limits = limits
         self.pause_mode: PauseMode | None = None
         self.outbox = Outbox(include_finished_set=include_finished_set)
@@ -93,6 +106,7 @@ class Scheduler:
         if name in self._requests:
             raise ValueError(f"request {name!r:.100} is already running; choose another id or wait for its end")
         self._requests[name] = request
+        request.arrived_at = time.monotonic()
         self._note(request, EngineCoreEventType.QUEUED)
         if self.pause_mode is None:
             self._waiting.push(request)
@@ -104,7 +118,7 @@ class Scheduler:
         for request_id in request_ids:
             request = self._requests.get(request_id) if isinstance(request_id, str) else None
             if request is not None:
-                self._end(request)
+                self._end(request, FinishReason.ABORT)
         self._drop_ended()
 
     def abort_all(self) -> None:
@@ -122,10 +136,12 @@ class Scheduler:
 
     def _end_with_output(self, request: Request, end: End) -> None:
         self.outbox.tell(request, [], end)
-        self._end(request)
+        self._end(request, end.finish_reason)
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: Request, reason: FinishReason) -> None:
         """Let go of a request; one that was running stays in the list until ``_drop_ended``."""
+        self.counters.add(Count.FINISHED + reason)
+        self.counters.observe(END_TO_END, time.monotonic() - request.arrived_at)
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
             self._held.pop(request.request_id, None)
@@ -140,6 +156,7 @@ class Scheduler:
         if self._has_ended:
             self._running = [request for request in self._running if request.state is _RUNNING]
             self._has_ended = False
+            self.counters.words[Count.KV_BLOCKS_HELD] = self.cache.pool.num_held
 
     # -- pause ---------------------------------------------------------------------------------------------------------
 
@@ -155,6 +172,11 @@ class Scheduler:
         for request in self._held.values():
             self._waiting.push(request)
         self._held.clear()
+
+    @property
+    def num_steps(self) -> int:
+        """Return how many batches there were."""
+        return self._num_steps
 
     def has_work(self) -> bool:
         """Tell whether a step would do anything."""
@@ -238,6 +260,7 @@ class Scheduler:
         self._waiting.push_back(request)
         self._preempted.append(request.request_id)
         self._note(request, EngineCoreEventType.PREEMPTED)
+        self.counters.add(Count.PREEMPTIONS)
         return request
 
     def _admit(self, scheduled: list[ScheduledRequest], budget: int) -> int:
@@ -264,6 +287,11 @@ class Scheduler:
     def _note_start(self, request: Request) -> None:
         request.state = _RUNNING
         cached = request.num_computed_tokens
+        if not request.was_preempted:
+            self.counters.add(Count.PROMPT_TOKENS, request.num_prompt_tokens)
+            if request.reads_cache:
+                self.counters.add(Count.PREFIX_QUERIES, request.num_prompt_tokens)
+                self.counters.add(Count.PREFIX_HITS, cached)
         if request.prefill_stats is not None or not request.was_preempted:
             prompt = request.num_prompt_tokens
             request.prefill_stats = PrefillStats(prompt, prompt - min(cached, prompt), min(cached, prompt))
@@ -284,6 +312,7 @@ class Scheduler:
         Requests that have ended since they were scheduled are passed over.
         """
         tell = self.outbox.tell
+        produced = 0
         plain = output.logprobs is None and output.prompt_logprobs is None and output.pooling is None
         for index, (request, new) in enumerate(zip(self._in_step, output.tokens, strict=True)):
             if request.state is not _RUNNING:
@@ -295,6 +324,9 @@ class Scheduler:
             taken: list[int] = []
             if len(new):
                 taken, end = request.accept(new)
+                if request.prefill_stats is not None:  # which goes out with its first output
+                    self.counters.observe(FIRST_TOKEN, time.monotonic() - request.arrived_at)
+                produced += len(taken)
             elif not request.is_pooling or computed < len(request.tokens):
                 continue  # a chunk of a prompt, with more to come
             else:
@@ -303,9 +335,12 @@ class Scheduler:
             if not plain:
                 add_columns(told, index, output)
             if end is not None:
-                self._end(request)
+                self._end(request, end.finish_reason)
         self._in_step = []
         self._drop_ended()
+        words = self.counters.words
+        words[Count.GENERATION_TOKENS] += produced
+        words[Count.KV_BLOCKS_HELD] = self.cache.pool.num_held
 
     def make_stats(self) -> SchedulerStats | None:
         """Return the state after a step, and what the prefix cache did since the last call; None without statistics."""

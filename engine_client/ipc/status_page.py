@@ -25,9 +25,10 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from engine_client.ipc.arena_memory import reserve
+from engine_client.ipc.counters import Count, Counters
 
 __all__ = ["MOST_STRAYS", "EngineState", "EngineStatus", "StatusReader", "StatusWriter"]
 
@@ -42,6 +43,11 @@ _LOG_CLAIMED: Final = 6  # bytes ever written to the ring, before the bytes are 
 _LOG_WRITTEN: Final = 7  # ... and after
 _BUSY_SINCE: Final = 8  # a float
 
+_MAGIC: Final = 12  # that this is such a page, and of which layout
+_PID: Final = 9  # of the engine
+_RANK: Final = 10
+_STARTED_AT: Final = 11  # a float
+_COUNTERS: Final = 16
 _STRAYS: Final = 128  # how many, then for each pid and start
 
 MOST_STRAYS: Final = 128
@@ -54,6 +60,9 @@ _MAX_LINE: Final = 1024
 """Bytes of a log record that are kept; a longer one loses its middle."""
 _LOCK_TIMEOUT: Final = 0.1
 """Seconds.  In a forked copy of the engine the lock's owner may not exist: a line is not worth waiting for."""
+
+_LAYOUT: Final = int.from_bytes(b"ec-pag.2", "little")
+_EVERY: Final = 64  # steps between two looks at the arena
 
 _SLEEPING: Final = 1
 _PAUSED: Final = 2
@@ -134,11 +143,20 @@ class StatusWriter:
         self._use(_map(fd))
         self._fd = fd
         self._log_lock = threading.Lock()
+        self.results: Any = None  # the ``ArenaWriter`` whose use is shown
+        self._words[_PID] = os.getpid()
+        self._times[_STARTED_AT] = time.monotonic()
+        self._words[_MAGIC] = _LAYOUT
 
     def _use(self, page: memoryview) -> None:
         self._words = page.cast("Q")
         self._times = page.cast("d")
         self._ring = page[_RING_START:]
+        self.counters = _counters(page)
+
+    def set_rank(self, rank: int) -> None:
+        """Say which of several engines this is."""
+        self._words[_RANK] = rank
 
     def set_state(self, state: EngineState) -> None:
         """Say which phase of its life the engine has reached."""
@@ -159,8 +177,10 @@ class StatusWriter:
     def step_end(self, waiting: int, running: int) -> None:
         """Say that the step is done, and how many requests are left."""
         self._words[_COUNTS] = waiting << 32 | running
-        self._words[_STEPS] += 1
+        self._words[_STEPS] = steps = self._words[_STEPS] + 1
         self._times[_LAST_STEP_AT] = self._times[_BUSY_SINCE] = time.monotonic()
+        if not steps % _EVERY:
+            self._show_results()
 
     def busy(self) -> None:
         """Say that something else than a step begins: a message, an answer."""
@@ -173,6 +193,13 @@ class StatusWriter:
     def idle(self, waiting: int, running: int) -> None:
         """Say how many requests there are, outside of a step."""
         self._words[_COUNTS] = waiting << 32 | running
+        self._show_results()
+
+    def _show_results(self) -> None:
+        writer, words = self.results, self.counters.words
+        if writer is not None:
+            words[Count.ARENA_FALLBACKS] = writer.fallbacks
+            words[Count.ARENA_USED], words[Count.ARENA_CAPACITY] = writer.used, writer.capacity
 
     def set_strays(self, strays: Sequence[tuple[int, int]]) -> None:
         """Say which processes below the engine have left its process group: pid and start of each."""
@@ -215,19 +242,33 @@ class StatusReader:
 
     Args:
         fd: of the page's memory; owned by this object from here on.
+        is_foreign: somebody else's page, to be looked at and not changed; it must be there already.
 
     Raises:
-        OSError, ValueError: the memory cannot be had; ``fd`` is then still the caller's.
+        OSError, ValueError: the memory cannot be had, or is no such page; ``fd`` is then still the caller's.
     """
 
-    def __init__(self, fd: int) -> None:
-        self._use(_map(fd))
+    def __init__(self, fd: int, *, is_foreign: bool = False) -> None:
+        self._use(memoryview(mmap.mmap(fd, _SIZE, access=mmap.ACCESS_READ)) if is_foreign else _map(fd))
+        if is_foreign and self._words[_MAGIC] != _LAYOUT:
+            raise ValueError("this is not the status page of an engine, or one of another version")
         self._fd = fd
 
     def _use(self, page: memoryview) -> None:
         self._page = page
         self._words = page.cast("Q")
         self._times = page.cast("d")
+        self.counters = _counters(page)
+
+    @property
+    def pid(self) -> int:
+        """Return the engine's process; 0 before it has opened the page."""
+        return self._words[_PID]
+
+    @property
+    def started_at(self) -> float:
+        """Return the monotonic seconds at which the engine opened the page."""
+        return self._times[_STARTED_AT]
 
     @staticmethod
     def prepare(fd: int) -> None:
@@ -258,6 +299,7 @@ class StatusReader:
             running=counts & _COUNT_MASK,
             is_sleeping=bool(flags & _SLEEPING),
             is_paused=bool(flags & _PAUSED),
+            rank=words[_RANK],
         )
 
     def counts(self) -> tuple[int, int]:
@@ -294,6 +336,11 @@ class StatusReader:
 
     def __repr__(self) -> str:
         return f"<StatusReader {'closed' if self._fd < 0 else f'fd={self._fd}'} {self.snapshot()}>"
+
+
+def _counters(page: memoryview) -> Counters:
+    part = page[8 * _COUNTERS : 8 * _COUNTERS + Counters.SIZE]
+    return Counters(part.cast("Q"), part.cast("d"))
 
 
 def _map(fd: int) -> memoryview:

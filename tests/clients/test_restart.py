@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ class FakeSession:
         self.state = "running"
         self.links = {0: None, 1: None}
         self.deaths: dict[int, Ending] = {}
+        self.restarts: Counter[int] = Counter()
         self.waits: list[float] = []
         self.given_up: list[Ending] = []
 
