@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import configparser
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,28 @@ def test_links_lead_somewhere(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
     assert [link for link in links if link and not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fails", "calls", "status"),
+    [
+        ([], "", ["run", "run -e vllm,vllm-zmq"], 0),
+        ([], "run", ["run", "run -e vllm,vllm-zmq"], 3),
+        ([], "run -e vllm,vllm-zmq", ["run", "run -e vllm,vllm-zmq"], 3),
+        (["-e", "lint"], "", ["run -e lint"], 0),
+        (["-e", "lint"], "run -e lint", ["run -e lint"], 3),
+    ],
+)
+def test_continuous_integration_runs_everything(tmp_path, arguments, fails, calls, status):
+    """``.ci/run`` runs what tox lists, then vLLM without pyzmq and with it, whatever fails; or what it is told."""
+    fake = tmp_path / "tox"
+    fake.write_text(f'''#!/bin/sh
+[ "$1" = --version ] && exit 0
+echo "$*" >> {tmp_path}/calls
+[ "$*" != "{fails}" ] || exit 3
+''')
+    fake.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run([ROOT / ".ci" / "run", *arguments], env=environment, check=False)
+    assert (tmp_path / "calls").read_text().splitlines() == calls
+    assert done.returncode == status
