@@ -365,6 +365,10 @@ class Traffic:
 
     # -- the reader's thread -------------------------------------------------------------------------------------------
 
+    def is_awaited(self) -> bool:
+        """Tell whether somebody may wait for what engines send: a call, a stream, or who has taken all outputs."""
+        return bool(self.calls.replies or self.streams) or not self.outputs.has_news
+
     def on_drained(self, rank: int) -> None:
         """Let those go on who waited for room."""
         self.room.wake()
@@ -378,8 +382,7 @@ class Traffic:
         columns = decode_columns(frame)
         link.meter.add(len(columns.tokens), columns.timestamp)
         if columns.strays:
-            names = ", ".join(columns.strays)
-            self._log_once("stray", "%s sent outputs of requests nobody has asked for: %s", link.title, names)
+            self._log_once("stray", "%s sent outputs nobody has asked for: %s", link.title, ", ".join(columns.strays))
         self.look_around()
         self.in_flight.arrived(columns.keys[row] for row, _, _ in columns.finishes)
         columns = self.streams.sort(columns)
@@ -390,10 +393,8 @@ class Traffic:
         """End, in the engine too, the requests of a batch whose values cannot be decoded; on a caller's thread."""
         self.aborts.note(dict.fromkeys(keys, columns.engine_index))
         self._abort_noted()
-        if columns.fault is not None:
-            rank = columns.engine_index
-            text = text_of(columns.fault)
-            self._log_once("fault", "engine core %s sent a value that cannot be decoded: %s", rank, text)
+        if (fault := columns.fault) is not None:
+            self._log_once("fault", "engine core %s sent a broken value: %s", columns.engine_index, text_of(fault))
 
     def _log_once(self, kind: str, message: str, *args: object) -> None:
         if kind not in self._logged:

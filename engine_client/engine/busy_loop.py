@@ -227,7 +227,7 @@ class BusyLoop:
         Everything stays in order for ``_read``: a request that reuses an aborted id must not be registered before the
         outputs of the aborted one are matched with the keys.
         """
-        for front_end in self._gate:
+        for front_end in self._gate.with_news():
             for frame in front_end.receive():
                 if frame.kind == Kind.ABORT:
                     self._engine.abort_requests(front_end.abort(frame))

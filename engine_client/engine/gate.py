@@ -7,6 +7,7 @@ Threads: the busy loop's thread only.
 
 from __future__ import annotations
 
+import select
 import selectors
 import time
 from collections.abc import Iterator
@@ -37,8 +38,10 @@ class Gate:
         self._selector = selector
         self._backlog_limit = backlog_limit
         self._connected = tuple(front_ends)
+        self._poller = select.poll()  # asked in each step: a selector's own code would take three times as long
         for front_end in front_ends:
             selector.register(front_end.channel.fileno(), selectors.EVENT_READ)
+            self._poller.register(front_end.channel.fileno(), select.POLLIN)
 
     def __repr__(self) -> str:
         return f"<Gate connected={sum(1 for _ in self)} of {len(self.front_ends)}>"
@@ -46,6 +49,14 @@ class Gate:
     def __iter__(self) -> Iterator[FrontEnd]:
         """Return those that are not gone; one that goes meanwhile may be among them."""
         return iter(self._connected)
+
+    def with_news(self) -> list[FrontEnd]:
+        """Return the front-ends from which something has arrived: to look costs less than to read nothing."""
+        ready = self._poller.poll(0)
+        if not ready:
+            return []
+        descriptors = {descriptor for descriptor, _ in ready}
+        return [front_end for front_end in self._connected if front_end.channel.fileno() in descriptors]
 
     def wait(self, limits: list[float], spin: float = 0.0) -> list[int]:
         """Block until something arrives or can be written, at most as long as the shortest limit (seconds).
@@ -109,6 +120,7 @@ class Gate:
             text = "client %d has taken nothing for a second, and up to %d bytes wait for it: it is cut off"
             front_end.log.warning(text, front_end.index, front_end.channel.backlog + front_end.held())
         self._selector.unregister(front_end.channel.fileno())
+        self._poller.unregister(front_end.channel.fileno())
         if front_end.pidfd >= 0:
             self._selector.unregister(front_end.pidfd)
         fault = None if front_end.channel.hung_up else front_end.channel.fault

@@ -140,6 +140,9 @@ class Channel:
         """
         if self._revoked:
             self._cancel_revoked()
+        kind, flags, ref, header, buffers, _ = frame
+        if not buffers:
+            return self._queue(Outgoing(_joined(pack_prefix(kind, flags, ref, len(header)), header)))
         outgoing = Outgoing()
         try:
             return self._send(outgoing, frame)
@@ -153,29 +156,27 @@ class Channel:
     def _send(self, outgoing: Outgoing, frame: Frame) -> bool:
         """Place the buffers, queue the frame, and write what fits."""
         try:
-            self._prepare(outgoing, frame)
-            with self._lock:
-                self._check_locked()
-                is_flushed = self.is_watched and bool(self.waiting)
-                self._backlog.append(outgoing)  # from here on the frame goes out whole, whatever interrupts this thread
-                if is_flushed:
-                    self._backlog.own(outgoing)
-                    return True
-                return self._flush_locked(outgoing)
+            segments = outgoing.segments
+            inline = self._place(frame, segments)
+            prefix = pack_prefix(frame.kind, frame.flags, frame.ref, len(frame.header), segments)
+            return self._queue(outgoing.fill(_joined(prefix, frame.header) + inline))
         except BaseException:
             if not outgoing.is_queued:
                 self._revoked.append(outgoing.segments)  # in one C call: a second interrupt does not come before it
                 self._cancel_revoked()
             raise
 
-    def _prepare(self, outgoing: Outgoing, frame: Frame) -> None:
-        """Place the buffers, and put together what is to be written."""
-        kind, flags, ref, header, buffers, _ = frame
-        segments = outgoing.segments
-        inline = self._place(frame, segments) if buffers else []
-        prefix = pack_prefix(kind, flags, ref, len(header), segments)
-        parts: list[Buffer] = [prefix + header] if len(header) < _JOIN_BELOW else [prefix, header]
-        outgoing.fill(parts + inline if inline else parts)
+    def _queue(self, outgoing: Outgoing) -> bool:
+        """Queue a frame, and write what fits; return what ``send`` does."""
+        with self._lock:
+            if self._broken is not None or self._fd < 0:
+                self._check_locked()
+            is_flushed = self.is_watched and bool(self.waiting)
+            self._backlog.append(outgoing)  # from here on the frame goes out whole, whatever interrupts this thread
+            if is_flushed:
+                self._backlog.own(outgoing)
+                return True
+            return self._flush_locked(outgoing)
 
     def _place(self, frame: Frame, segments: list[Segment]) -> list[Buffer]:
         """Copy big buffers into shared memory; fill ``segments``, return those that stay in the pipe."""
@@ -253,13 +254,14 @@ class Channel:
 
     def _write_locked(self, outgoing: Outgoing) -> bool:
         """Make one write of the first frame; return False when the pipe is full.  Requires ``_lock``."""
-        parts = outgoing.remaining()
+        parts = outgoing.remaining() if outgoing.written else outgoing.parts
         if not parts:  # an interrupt came when all was written
             self._backlog.wrote(0)
             return True
         try:
             # One C call makes the system call and keeps its count: a signal cannot come between the two.
-            sent = map(self._socket.sendmsg, (parts[:_MOST_VECTORS],), ((),), (_NO_SIGNAL,))
+            parts = parts if len(parts) < _MOST_VECTORS else parts[:_MOST_VECTORS]
+            sent = map(self._socket.sendmsg, (parts,), ((),), (_NO_SIGNAL,))
             outgoing.written.extend(sent)
         except BlockingIOError:
             return False
@@ -351,3 +353,8 @@ class Channel:
         """Close a forked child's copy of the descriptor, without the lock, which another thread may have held."""
         self._fd = -1
         self._socket.close()
+
+
+def _joined(prefix: bytes, header: Buffer) -> list[Buffer]:
+    """Return a frame's first parts: one, if joining them is cheap."""
+    return [prefix + header] if len(header) < _JOIN_BELOW else [prefix, header]

@@ -3,7 +3,9 @@
 A frame for which nobody waits costs its sender less than a microsecond; one that has to wake a sleeping thread costs
 several, and the thread a multiple of that.  So a reader that hardly has to wait for the next frame slows its senders
 down by asking for each one anew.  After some such waits in a row it naps before it asks again: then one wake-up serves
-all that has arrived meanwhile.  Whoever sends and waits for the answer is never meant: that takes longer.
+all that has arrived meanwhile.  Whoever sends and waits for the answer is never meant: that takes longer.  While nobody
+waits for what is read, because what was read before is not taken yet, the nap is a longer one: whoever sends much in
+one go then keeps the interpreter to itself.
 
 Threads: a ``Moderated`` belongs to the thread that selects.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import selectors
 import time
+from collections.abc import Callable
 from typing import Final
 
 __all__ = ["Moderated", "poll"]
@@ -24,16 +27,21 @@ _MOST_IN_A_ROW: Final = 8
 _NAP: Final = 50e-6
 """Seconds; the system makes about a hundred microseconds of it."""
 
+_LONG_NAP: Final = 500e-6
+"""Seconds, while nobody waits."""
+
 
 class Moderated:
     """Selects, and naps before it does where the last waits were hardly any.
 
     Args:
         selector: the caller's.
+        is_awaited: tells whether somebody may wait for what comes.
     """
 
-    def __init__(self, selector: selectors.BaseSelector) -> None:
+    def __init__(self, selector: selectors.BaseSelector, is_awaited: Callable[[], bool] = lambda: True) -> None:
         self._selector = selector
+        self._is_awaited = is_awaited
         self._in_a_row = 0  # waits that were hardly any
 
     def __repr__(self) -> str:
@@ -50,7 +58,7 @@ class Moderated:
         if events:
             return events
         if self._in_a_row >= _MOST_IN_A_ROW:
-            time.sleep(_NAP)
+            time.sleep(_NAP if self._is_awaited() else _LONG_NAP)
         began = time.monotonic()
         events = self._selector.select(timeout)
         self._in_a_row = self._in_a_row + 1 if events and time.monotonic() - began < _HARDLY_WAITED else 0

@@ -18,21 +18,25 @@ _MERGED: Final = 64 * 1024
 
 
 class Outgoing:
-    """A frame that is being written: its parts, and the counts of the writes that succeeded."""
+    """A frame that is being written: its parts, and the counts of the writes that succeeded.
+
+    Args:
+        parts: of the frame; None: they are not known yet, and ``fill`` will tell.
+    """
 
     __slots__ = ("is_queued", "parts", "segments", "size", "written")
 
-    def __init__(self) -> None:
+    def __init__(self, parts: list[Buffer] | None = None) -> None:
         self.is_queued = False  # set a moment before it is true
         self.segments: list[Segment] = []  # filled as they are placed
-        self.parts: list[Buffer] = []
-        self.size = 0
         self.written: list[int] = []
+        self.parts = parts or []
+        self.size = sum(map(len, self.parts))
 
     def fill(self, parts: list[Buffer]) -> Outgoing:
         """Take the parts."""
         self.parts = parts
-        self.size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
+        self.size = sum(map(len, parts))
         return self
 
     @property
@@ -53,7 +57,7 @@ class Outgoing:
 
     def owned(self) -> Outgoing:
         """Return what is left as a copy, so that nobody else's memory is referred to."""
-        return Outgoing().fill([bytes(part) for part in self.remaining()])
+        return Outgoing([bytes(part) for part in self.remaining()])
 
 
 class Backlog:
@@ -113,7 +117,7 @@ class Backlog:
             parts += waiting.remaining()
             merged += 1
         if merged > 1:
-            self.frames[:merged] = [Outgoing().fill([b"".join(parts)])]  # one C call: all of it, or nothing
+            self.frames[:merged] = [Outgoing([b"".join(parts)])]  # one C call: all of it, or nothing
 
     def clear(self) -> None:
         """Forget all of them."""

@@ -57,6 +57,9 @@ class ReaderHandler(Protocol):
     def on_drained(self, rank: int) -> None:
         """Note that everything that waited for this rank is written."""
 
+    def is_awaited(self) -> bool:
+        """Tell whether somebody may wait for what comes; False if what came before is not taken yet."""
+
     def on_reader_failed(self, error: BaseException) -> None:
         """Note that the thread ends because of ``error``."""
 
@@ -92,7 +95,7 @@ class ReaderThread:
         self._sentinels: dict[int, int] = {}
         self._deadlines: dict[int, Deadline] = {}
         self._looks: dict[int, Deadline] = {}
-        self._waits = Moderated(self._selector)
+        self._waits = Moderated(self._selector, handler.is_awaited)
         self._selector.register(self._wakeup.fileno(), selectors.EVENT_READ, ("wakeup", -1))
 
     def __repr__(self) -> str:

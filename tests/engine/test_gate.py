@@ -55,6 +55,21 @@ def fill(front_end: FrontEnd, size: int = 2 * LIMIT) -> None:
     front_end.send_result(1, b"x" * size)
 
 
+def test_those_with_news_are_the_ones_to_read() -> None:
+    """Something has come, or the end; not what was read, and not who was dropped."""
+    with gated(3) as (gate, (first, second, third), theirs):
+        assert gate.with_news() == []
+        theirs[1].send(encode_text(Kind.ATTACH, "1"))
+        theirs[2].close()
+        assert gate.with_news() == [second, third]
+        second.receive()
+        third.receive()
+        gate.drop(third)
+        assert gate.with_news() == []
+        theirs[0].send(encode_text(Kind.ATTACH, "1"))
+        assert gate.with_news() == [first]
+
+
 def test_one_that_does_not_take_anything_is_lost_after_a_second(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

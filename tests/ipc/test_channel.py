@@ -383,9 +383,9 @@ def interrupt(*_: object) -> None:
 def test_an_interrupted_send_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was placed for a frame that is not sent is free again, after a second interrupt with the next send."""
     with shared() as (left, right, writer, _):
-        for name in ("_check_locked", "_cancel_revoked"):
+        for name in ("_queue", "_cancel_revoked"):
             with monkeypatch.context() as patch:
-                patch.setattr(left, "_check_locked", interrupt)
+                patch.setattr(left, "_queue", interrupt)
                 patch.setattr(left, name, interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     left.send(frame(b"lost", bytes(100_000)))

@@ -72,6 +72,15 @@ def test_whoever_hardly_waits_naps(clock: Clock, selector: selectors.BaseSelecto
     assert len(clock.naps) == 4
 
 
+def test_the_nap_is_longer_while_nobody_waits(clock: Clock, selector: selectors.BaseSelector) -> None:
+    """What was read before is not taken yet: there is no hurry."""
+    awaited = [False, True, False]
+    waits = Moderated(selector, lambda: awaited.pop(0))
+    for _ in range(11):
+        waits.select(None)
+    assert clock.naps == [500e-6, 50e-6, 500e-6]
+
+
 def test_a_look_that_finds_nothing_is_no_short_wait(clock: Clock, selector: selectors.BaseSelector) -> None:
     """Whoever only looks, and finds nothing, is not in a hurry."""
     waits = Moderated(selector)

@@ -56,6 +56,9 @@ class Recorder:
     def on_drained(self, rank: int) -> None:
         self.note("drained", rank)
 
+    def is_awaited(self) -> bool:
+        return True
+
     def on_reader_failed(self, error: BaseException) -> None:
         self.note("failed", error)
 
