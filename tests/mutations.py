@@ -177,9 +177,16 @@ MUTATIONS: Final = (
     Mutation(
         "channel used after a fault in mid-frame",
         "ipc/channel.py",
-        "self._broken = self._broken or fault",
+        "self._broken = self._broken or fault.with_traceback(None)",
         "pass",
         "tests/ipc/test_channel.py::test_garbage_is_a_fault",
+    ),
+    Mutation(
+        "broken channel keeps its caller",
+        "ipc/channel.py",
+        "self._broken = error.with_traceback(None)",
+        "self._broken = error",
+        "tests/ipc/test_channel.py::test_a_broken_channel_keeps_nothing_of_whoever_met_it",
     ),
     Mutation(
         "memory of a frame that was not sent is lost",

@@ -266,7 +266,7 @@ class Channel:
         except BlockingIOError:
             return False
         except OSError as error:
-            self._broken = error
+            self._broken = error.with_traceback(None)  # whose frames would keep the caller as long as this lives
             self._backlog.clear()
             raise BrokenPipeError(f"{self.name}: {error}") from error
         self._backlog.wrote(outgoing.written[-1])
@@ -310,7 +310,7 @@ class Channel:
         self.ended = True
         self.fault = fault
         with self._lock:
-            self._broken = self._broken or fault
+            self._broken = self._broken or fault.with_traceback(None)  # as in _write_locked
 
     def _resolve(self, raw: RawFrame) -> Frame:
         """Turn offsets into views; all leases of a frame are taken, or none is kept."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -212,6 +214,26 @@ def test_a_gone_peer_breaks_the_channel_for_good() -> None:
         assert left.backlog == 0
         with pytest.raises(BrokenPipeError):
             left.flush()
+
+
+def test_a_broken_channel_keeps_nothing_of_whoever_met_it() -> None:
+    """Whoever was sending when it broke can be collected, though the channel remembers why it is broken."""
+
+    class Owner:
+        def send(self, channel: Channel) -> None:
+            with pytest.raises(BrokenPipeError):
+                channel.send(frame(b"x"))
+
+    with pair() as (left, right):
+        right.close()
+        owner = Owner()
+        owner.send(left)
+        reference = weakref.ref(owner)
+        del owner
+        gc.collect()
+        assert reference() is None
+        with pytest.raises(BrokenPipeError):
+            left.send(frame(b"x"))
 
 
 def test_a_closed_channel_refuses() -> None:
