@@ -230,7 +230,7 @@ class ScriptedCore:
 
     def shutdown(self) -> None:
         """Stop the timers."""
-        for timer in self._timers:
+        for timer in list(self._timers):
             timer.cancel()
 
     # -- utilities -----------------------------------------------------------------------------------------------------
@@ -299,11 +299,16 @@ class ScriptedCore:
         future: Future[Any] = Future()
         if seconds is not None:
             finish = future.set_exception if isinstance(value, BaseException) else future.set_result
-            timer = threading.Timer(seconds, finish, (value,))
+            timer = threading.Timer(seconds, self._answer, (finish, value))
             timer.daemon = True
             self._timers.append(timer)
             timer.start()
         return future
+
+    def _answer(self, finish: Callable[[Any], None], value: Any) -> None:
+        """End a deferred call, on its timer's thread, and let go of the timer, which keeps the value."""
+        self._timers.remove(threading.current_thread())  # type: ignore[arg-type]  # it is the timer
+        finish(value)
 
     def _fail_step(self, error: BaseException) -> None:
         """Have the next step raise this."""
