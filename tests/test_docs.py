@@ -186,6 +186,19 @@ def test_block_in_a_clone(page: Path, block: Block, tmp_path: Path):
     run_block(block, clone, f"{page.name}:{block.line}", "", bare=True)
 
 
+def test_every_page_is_in_the_site():
+    """Each page of docs/ is named in the index, once; Sphinx itself is run by ``tox -e docs``."""
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    trees = re.findall(r"^```{toctree}\n(.*?)^```$", index, re.MULTILINE | re.DOTALL)
+    named = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+    assert sorted(named) == sorted(page.stem for page in (ROOT / "docs").glob("*.md") if page.stem != "index")
+
+
+def test_the_architecture_is_included():
+    """The site shows the one ARCHITECTURE.md, not a copy of it."""
+    assert "{include} ../ARCHITECTURE.md" in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
 def test_pages_are_found():
     """There is a README, and it shows code and commands."""
     languages = {block.language for page in PAGES for block in blocks_of(page)}
