@@ -97,6 +97,7 @@ if TYPE_CHECKING:
         SamplingParams as SamplingParams,
     )
     from engine_client.progress import ProgressBar as ProgressBar
+    from engine_client.protocol.registry import register_type as register_type
 
 
 _HOMES = {
@@ -173,6 +174,7 @@ _HOMES = {
         "SamplingParams",
     ),
     "engine_client.progress": ("ProgressBar",),
+    "engine_client.protocol.registry": ("register_type",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from engine_client.deadline import check_timeout
 
@@ -116,6 +116,13 @@ class EngineConfig:
     additional_config: dict[str, Any] = field(default_factory=dict)
 
 
+_CHOICES: Final = {
+    "start_method": ("exec", "spawn", "fork", "forkserver"),
+    "codec": ("pickle", "restricted"),
+    "on_engine_death": ("shutdown", "continue", "restart"),
+}
+
+
 @dataclass(frozen=True)
 class ClientOptions:
     """What the reference has no place for.  All fields are keyword arguments.
@@ -139,6 +146,8 @@ class ClientOptions:
             some were read; a front-end that does not read at all is then cut off, if there are others.
         spin_us: microseconds for which an idle engine, and the client's reader while a caller waits, poll before they
             sleep; 0 sleeps at once.  It buys latency with processor time, and wants a core for each side.
+        codec: ``"pickle"`` trusts the engines as parts of this program; ``"restricted"`` decodes of what they send only
+            plain data, arrays, and types that are registered (``engine_client.register_type``), and is slower.
         engine_target: ``"module:function"`` that the engine process imports and runs.
         on_engine_death: what becomes of a client with several independent engines when one of them dies: ``"shutdown"``
             ends it, as the reference does; ``"continue"`` fails the dead one's requests with ``EngineDeadError`` and
@@ -166,6 +175,7 @@ class ClientOptions:
     high_water: int = 32 * MIB
     backlog_limit: int = 64 * MIB
     spin_us: float = 0
+    codec: Literal["pickle", "restricted"] = "pickle"
     engine_target: str = "engine_client.engine.main:build_engine"
     on_engine_death: DeathPolicy = "shutdown"
     restart_limit: int = 3
@@ -173,10 +183,10 @@ class ClientOptions:
     on_progress: Callable[[str, int, int], None] | None = None
 
     def __post_init__(self) -> None:
-        if self.start_method not in ("exec", "spawn", "fork", "forkserver"):
-            raise ValueError(f"start_method must be exec, spawn, fork or forkserver, not {self.start_method!r}")
-        if self.on_engine_death not in ("shutdown", "continue", "restart"):
-            raise ValueError(f"on_engine_death must be shutdown, continue or restart, not {self.on_engine_death!r}")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"{name} must be {', '.join(choices[:-1])} or {choices[-1]}, not {value!r}")
         for name in ("ready_timeout", "shutdown_timeout", "stall_timeout", "stall_limit", "spin_us", "restart_delay"):
             check_timeout(getattr(self, name), name)
         if check_timeout(self.spin_us, "spin_us") in (None, math.inf):

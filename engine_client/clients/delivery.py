@@ -46,7 +46,8 @@ def deliver(traffic: Traffic, link: EngineLink, frame: Frame, *, is_quiet: bool,
         link.last_words = _last_words(frame)
         return Deadline(EXIT_TIMEOUT)
     elif kind == Kind.GOODBYE:
-        link.farewell = str(decode_text(frame))
+        text = decode_text(frame)
+        link.farewell = text if type(text) is str else ""  # nothing else is made a text: it may have no end
         return Deadline(0.0 if link.is_foreign else grace)  # how a process ends that is not ours is nothing to wait for
     return None
 

@@ -111,4 +111,5 @@ def _link(endpoint: Endpoint, end: RankEnd, writer: ArenaWriter, options: Client
         end.channel, name=name, writer=writer, reader=reader, threshold=options.arena_threshold, party=end.rank
     )
     endpoint.disown(end.channel)
+    channel.is_restricted = options.codec == "restricted"
     return EngineLink(end.rank, ForeignHandle(name, end.pid), channel, reader, status, state=State.READY)

@@ -126,6 +126,7 @@ def launch_engine(
         fds.give(results)
         name = f"engine core {rank}"
         channel = Channel(ours, name=name, writer=writer, reader=reader, threshold=options.arena_threshold, party=rank)
+        channel.is_restricted = options.codec == "restricted"
         undo.callback(channel.close)
         fds.give(ours)
         handle = launch(
@@ -262,6 +263,7 @@ class Handshake:
         if kind == Kind.HELLO:
             version, _ = decode_text(frame)
             if version != PROTOCOL_VERSION:
+                version = version if type(version) is int else "?"  # nothing else is made a text: it may have no end
                 raise RemoteProtocolError(f"it speaks protocol version {version}, this client {PROTOCOL_VERSION}")
             link.phase = "importing and building the engine"
             init = encode_init(self._make_init(link.rank))

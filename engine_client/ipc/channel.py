@@ -33,7 +33,7 @@ from engine_client.errors import RemoteProtocolError
 from engine_client.interfaces import Buffer
 from engine_client.ipc.arena import ArenaReader, ArenaWriter
 from engine_client.ipc.outgoing import Backlog, Outgoing
-from engine_client.protocol.frames import Frame, Kind, RawFrame, Segment
+from engine_client.protocol.frames import RESTRICTED, Frame, Kind, RawFrame, Segment
 from engine_client.protocol.framing import FrameReader, pack_prefix
 
 __all__ = ["Channel"]
@@ -85,6 +85,7 @@ class Channel:
         self.received = 0  # bytes read so far
         self.in_memory = 0  # buffers that went through shared memory
         self.in_pipe = 0  # buffers that were big enough for it and went through the pipe
+        self.is_restricted = False  # what comes is marked for the decoder that trusts nobody
         self.is_watched = False  # whoever flushes has seen that something waits, and will as soon as there is room
         self._fd = fd
         self._writer = writer
@@ -304,6 +305,8 @@ class Channel:
                 break
             if count < size:
                 break
+        if self.is_restricted and frames:
+            return [frame._replace(flags=frame.flags | RESTRICTED) for frame in frames]
         return frames
 
     def _break(self, fault: BaseException) -> None:

@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from engine_client.errors import SerializationError
 
-__all__ = ["SLICE", "SMALL", "reduce_array", "reduce_memoryview", "reduce_ndarray", "reduce_tensor"]
+__all__ = ["SLICE", "SMALL", "attribute", "reduce_array", "reduce_memoryview", "reduce_ndarray", "reduce_tensor"]
 
 SMALL: Final = 4096
 """Below this many bytes a copy costs less than a segment of its own (measured: about 2 us, Linux x86-64)."""
@@ -42,7 +42,7 @@ def slices(view: memoryview) -> Iterable[memoryview]:
         yield view[start : start + SLICE]
 
 
-def _attribute(module: str, name: str) -> Any:
+def attribute(module: str, name: str) -> Any:
     """Return what a module calls ``name``; import it, or wait for that, only where it is not there yet."""
     # Python 3.10 takes a lock in ``import_module``, with a callback of its own that an interrupt would be lost in.
     found = getattr(sys.modules.get(module), name, None)
@@ -138,7 +138,7 @@ def reduce_ndarray(value: Any) -> Any:
 
 def rebuild_ndarray(data: Any, dtype: Any, shape: tuple[int, ...], order: str) -> Any:
     """Return an ndarray over ``data``; read-only when ``data`` is."""
-    return _attribute("numpy", "ndarray")(shape, dtype, data, 0, None, order)
+    return attribute("numpy", "ndarray")(shape, dtype, data, 0, None, order)
 
 
 # -- torch.Tensor ------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def reduce_tensor(value: Any) -> Any:
 
 def rebuild_tensor(data: Any, name: str, shape: tuple[int, ...], order: list[int] | None, requires_grad: bool) -> Any:
     """Return a tensor over the memory behind ``data``."""
-    dtype = _attribute("torch", name)
+    dtype = attribute("torch", name)
     torch = sys.modules["torch"]
     if 0 in shape:
         tensor = torch.empty(shape, dtype=dtype)

@@ -29,9 +29,9 @@ from typing import Any, Final, NamedTuple
 
 from engine_client.errors import RemoteProtocolError
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from engine_client.protocol.codec import dumps
+from engine_client.protocol.codec import dumps, loads
 from engine_client.protocol.exception_fields import text_of
-from engine_client.protocol.frames import Flag, Frame, Kind
+from engine_client.protocol.frames import RESTRICTED, Flag, Frame, Kind
 from engine_client.protocol.output_fields import comparison, set_fields
 from engine_client.protocol.wire import load_frame
 
@@ -52,6 +52,8 @@ _META: Final = {
 }
 _get_meta = attrgetter(*_META)
 _NESTED: Final = int(Flag.NESTED)
+_REASONS: Final = frozenset(map(int, FinishReason))
+_NAMES: Final = frozenset(_META) | {f.name for f in fields(EngineCoreOutput)} - {"request_id", "new_token_ids"}
 _LENGTH: Final = struct.Struct("<I")
 """In front of the plain part when values follow it."""
 _LONGEST_PLAIN: Final = 1024
@@ -105,7 +107,10 @@ class Rest:
             BaseException: what decoding raised.
         """
         if self._values is None:
-            self._values = load_frame(self.frame)
+            values = load_frame(self.frame)
+            if self.frame.flags >= RESTRICTED:
+                _check_values(values, self.frame.ref)
+            self._values = values
         return self._values
 
 
@@ -222,11 +227,12 @@ def decode_columns(frame: Frame) -> Columns:
     Raises:
         Exception: whatever decoding raised: the batch does not even tell its keys.
     """
+    restricted = frame.flags >= RESTRICTED
     if not frame.flags & _NESTED:
-        return _load_plain(frame.header)[0]
+        return _load_plain(frame.header, restricted=restricted)[0]
     begin = _LENGTH.size
     end = begin + _LENGTH.unpack_from(frame.header)[0]
-    columns, heavy = _load_plain(frame.header[begin:end])
+    columns, heavy = _load_plain(frame.header[begin:end], restricted=restricted)
     return columns._replace(rest=Rest(frame._replace(header=frame.header[end:]), heavy or []))
 
 
@@ -306,13 +312,47 @@ def _extras_of(extras: dict[str, dict[int, Any]], rows: list[int]) -> dict[str, 
     }
 
 
-def _load_plain(header: Any) -> tuple[Columns, list[int] | None]:
+def _load_plain(header: Any, *, restricted: bool) -> tuple[Columns, list[int] | None]:
     """Return the columns without values, and which rows have some."""
-    plain = pickle.loads(header)  # noqa: S301  # the trust that the codec states
+    plain = loads(header, restricted=True) if restricted else pickle.loads(header)  # noqa: S301  # the codec's trust
     columns = Columns(*plain[:-1])
+    if restricted:
+        _check(columns, plain[-1])
     if len(columns.tokens if columns.counts is None else columns.counts) != len(columns.keys):
         raise RemoteProtocolError(f"an output batch has {len(columns.keys)} keys and other columns of another length")
     return columns, plain[-1]
+
+
+def _check(columns: Columns, heavy: Any) -> None:
+    """Raise unless the columns of an engine that is not trusted are what they should be."""
+    rank, timestamp, keys, tokens, counts, finishes, strays = columns[:7]
+    numbers = [keys, tokens, *([] if counts is None else [counts]), *([] if heavy is None else [heavy])]
+    are_numbers = all(type(column) is list and {int}.issuperset(map(type, column)) for column in numbers)
+    is_right = (
+        are_numbers
+        and (type(rank), type(timestamp), type(finishes), type(strays)) == (int, float, list, list)
+        and (counts is None or (min(counts, default=0) >= 0 and sum(counts) == len(tokens)))
+        and all(0 <= row < len(keys) for row in heavy or ())
+        and all(type(stray) is str for stray in strays)
+        and all(_is_finish(finish, len(keys)) for finish in finishes)
+    )
+    if not is_right:
+        raise RemoteProtocolError("an output batch has columns that cannot be")
+
+
+def _is_finish(finish: Any, rows: int) -> bool:
+    """Tell whether this is a row's number, a reason, and what it stopped at."""
+    if type(finish) is not tuple or len(finish) != 3 or not {int}.issuperset(map(type, finish[:2])):
+        return False
+    return 0 <= finish[0] < rows and finish[1] in _REASONS and type(finish[2]) in {int, str, type(None)}
+
+
+def _check_values(values: Any, rows: int) -> None:
+    """Raise unless the values are columns of fields that outputs have."""
+    extras, meta = values
+    names = {*(extras or ()), *(meta or ())}
+    if not (names <= _NAMES and all(0 <= row < rows for column in (extras or {}).values() for row in column)):
+        raise RemoteProtocolError("an output batch has values that no output can have")
 
 
 def _without_values(columns: Columns, heavy: list[int], error: BaseException) -> tuple[Columns, list[int]]:

@@ -13,7 +13,7 @@ What pickle cannot do is done here: exceptions whole (``exceptions``), and funct
 cannot import, by value through cloudpickle where it is installed.
 
 Trust: a pickle runs code.  Both ends of a channel are processes of one user that one of them started, connected by
-descriptors that nobody else can open.
+descriptors that nobody else can open.  A receiver that does not trust the sender decodes by ``restricted``.
 
 Invariants: I9 (buffers are views of the caller's memory, which stays unchanged until they are sent).
 
@@ -108,8 +108,10 @@ def _dump(value: Any, main_importable: bool, seen: dict[int, BaseException] | No
     return Payload(header, views, pickler.needs_main)
 
 
-def loads(header: bytes | memoryview, buffers: Sequence[memoryview] = ()) -> Any:
+def loads(header: bytes | memoryview, buffers: Sequence[memoryview] = (), *, restricted: bool = False) -> Any:
     """Decode what ``dumps`` made.
+
+    ``restricted``: only plain data and registered types; see ``protocol.restricted``.
 
     Arrays and views are rebuilt over ``buffers``, without a copy and read-only; torch tensors over the owners of these
     views, which must begin where the views begin.
@@ -118,6 +120,13 @@ def loads(header: bytes | memoryview, buffers: Sequence[memoryview] = ()) -> Any
         Exception: whatever the code of the value's classes raised, or the import of their modules.
     """
     views = [buffer.toreadonly() for buffer in buffers] if buffers else ()
+    if restricted:
+        from engine_client.protocol.restricted import load_restricted  # noqa: PLC0415  # only for those who ask for it
+
+        if not header or header[0] != _CUT_BYTE:
+            return load_restricted(header, views)
+        stream, beside = _join(memoryview(header), views)
+        return load_restricted(b"", beside, stream)
     if header[0] != _CUT_BYTE:
         return pickle.loads(header, buffers=views)  # noqa: S301  # see Trust above
     return _load_cut(memoryview(header), views)
@@ -269,6 +278,12 @@ def _length_marks(length: int) -> tuple[bytes, ...]:
 
 
 def _load_cut(header: memoryview, buffers: Sequence[memoryview]) -> Any:
+    stream, beside = _join(header, buffers)
+    return pickle.Unpickler(stream, buffers=beside).load()  # noqa: S301  # see Trust above
+
+
+def _join(header: memoryview, buffers: Sequence[memoryview]) -> tuple[_CutStream, Sequence[memoryview]]:
+    """Return the stream of a header that was cut, and the buffers that are not part of it."""
     (count,) = _COUNT.unpack_from(header, 1)
     begin = 1 + _COUNT.size + count * 8
     stream = header[begin:]
@@ -277,7 +292,7 @@ def _load_cut(header: memoryview, buffers: Sequence[memoryview]) -> Any:
     pieces = [stream[borders[0] : borders[1]]]
     for number in range(count):
         pieces += [buffers[first + number], stream[borders[number + 1] : borders[number + 2]]]
-    return pickle.Unpickler(_CutStream(pieces), buffers=buffers[:first]).load()  # noqa: S301  # see Trust above
+    return _CutStream(pieces), buffers[:first]
 
 
 class _CutStream:

@@ -45,7 +45,7 @@ from engine_client.protocol.exception_fields import (
 )
 from engine_client.protocol.tracebacks import Link, rebuild_trace, trace_of, trace_texts
 
-__all__ = ["decode_exception", "encode_exception"]
+__all__ = ["decode_exception", "describe_exception", "encode_exception"]
 
 _DEEPEST: Final = 50
 """Longest chain of causes, contexts and nested groups."""
@@ -104,6 +104,15 @@ def decode_exception(envelope: tuple[Any, ...], load: Callable[[Any, Any], Any] 
     Its attribute ``remote_traceback`` is the sender's traceback as text.
     """
     error = attempt(_decode_all, envelope, load or _load, otherwise=None)
+    return RemoteCallError("an exception arrived that cannot be decoded") if error is None else error
+
+
+def describe_exception(envelope: Any) -> RemoteCallError:
+    """Return what stands in for the exception of an envelope, without importing or unpickling anything.
+
+    Causes and contexts are described as well.  What is not as ``encode_exception`` makes it is left out.
+    """
+    error = attempt(_describe_all, envelope, otherwise=None)
     return RemoteCallError("an exception arrived that cannot be decoded") if error is None else error
 
 
@@ -237,6 +246,25 @@ def _story(before: Any, node: _Node) -> str:
     if not raised or (place and place in node.trace_text):  # what is raised again keeps its traceback
         return node.trace_text
     return cut(f"{before.rstrip()}\n\nIt was raised again, in another process:\n\n{node.trace_text}", _LONGEST_TEXT)
+
+
+def _describe_all(envelope: tuple[Any, ...]) -> RemoteCallError:
+    errors: list[RemoteCallError] = []
+    for fields in envelope:
+        node = _Node(*fields)
+        only = node.args[0] if node.text is None and type(node.args) is tuple and node.args else node.text
+        # Text is taken from who sent it, and of nothing else is any made: that of nested values may have no end.
+        title, text = title_of(_text(node.module), _text(node.name)), _text(only)
+        error = RemoteCallError(f"{title}: {text}" if text else title, title, _text(node.trace_text))
+        for name, index in (("__cause__", node.cause), ("__context__", node.context)):
+            set_field(error, name, errors[index] if type(index) is int and 0 <= index < len(errors) else None)
+        set_field(error, "__suppress_context__", node.suppress is True)
+        errors.append(error)
+    return errors[-1]
+
+
+def _text(value: Any) -> str:
+    return value if type(value) is str else "?"
 
 
 def _stand_in(node: _Node) -> RemoteCallError:

@@ -47,6 +47,10 @@ class Flag(enum.IntFlag):
     """An OUTPUTS with values: the plain part of its header can be decoded where they cannot."""
 
 
+RESTRICTED: Final = 0x100
+"""Set by a receiver in the flags of a frame whose sender is not trusted; on the wire there is no room for it."""
+
+
 class Segment(NamedTuple):
     """The place of one buffer: ``offset`` in the arena and the ``stamp`` of its block, or ``INLINE`` and 0."""
 

@@ -22,10 +22,11 @@ from dataclasses import MISSING, dataclass, field, fields
 from operator import attrgetter, is_not
 from typing import Any, Final
 
+from engine_client.errors import RemoteProtocolError
 from engine_client.messages import EngineCoreReadyResponse, EngineCoreRequest
 from engine_client.params import SamplingParams
 from engine_client.protocol.codec import Payload, are_plain, dumps, dumps_plain, loads
-from engine_client.protocol.frames import Flag, Frame, Kind
+from engine_client.protocol.frames import RESTRICTED, Flag, Frame, Kind
 
 __all__ = [
     "PING",
@@ -102,7 +103,7 @@ def load_frame(frame: Frame) -> Any:
     if frame.error is not None:
         raise frame.error
     try:
-        return loads(frame.header, frame.buffers)
+        return loads(frame.header, frame.buffers, restricted=frame.flags >= RESTRICTED)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -138,13 +139,15 @@ def decode_init(frame: Frame) -> Init:
 
 def encode_status(phase: str, done: int, total: int) -> Frame:
     """Encode progress of the start."""
-    return _frame(Kind.STATUS, dumps((phase, done, total)))
+    return _frame(Kind.STATUS, dumps((str(phase), int(done), int(total))))
 
 
 def decode_status(frame: Frame) -> tuple[str, int, int]:
     """Decode ``(phase, done, total)``."""
     phase, done, total = load_frame(frame)
-    return str(phase), int(done), int(total)
+    if (type(phase), type(done), type(total)) != (str, int, int):
+        raise RemoteProtocolError("a STATUS says nothing")
+    return phase, done, total
 
 
 def encode_ready(token: str, response: EngineCoreReadyResponse) -> Frame:
@@ -171,6 +174,8 @@ def encode_dead(error: BaseException, phase: str) -> Frame:
 def decode_dead(frame: Frame) -> tuple[BaseException, str]:
     """Decode DEAD or FAILED into ``(error, phase)``."""
     error, phase = load_frame(frame)
+    if not isinstance(error, BaseException) or type(phase) is not str:
+        raise RemoteProtocolError("last words are no error")
     return error, phase
 
 

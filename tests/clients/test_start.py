@@ -177,7 +177,7 @@ def test_an_exit_before_ready_is_named_with_all_that_is_known(method: Any) -> No
     """Signal, memory hint, stacks, log lines, and for spawn the main guard."""
     with played_engine() as peer:
         peer.status.log("WARNING x: low on luck")
-        os.pwrite(peer.faults, b"Thread 0x2\n", 0)
+        os.write(peer.faults, b"Thread 0x2\n")
         peer.link.handle.kill()
         with pytest.raises(StartupError, match=r"SIGKILL\(-9\)") as caught:
             shake([peer], start_method=method)
