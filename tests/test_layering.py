@@ -145,6 +145,8 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
     "executors": {
         "ngram": {"corpus", "ngram_model", "sampling"},
         "ngram_model": {"corpus"},
+        "torch_sampling": {"sampling"},
+        "transformers": {"paged_cache", "sampling", "torch_sampling"},
     },
     "testing": {
         "clients": {"scripted"},
@@ -166,9 +168,10 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "targets": {"results"},
     },
     "cli": {
+        "chat": {"output"},
         "doctor": {"probe"},
         "generate": {"awaited", "output"},
-        "main": {"bench", "doctor", "generate", "top"},
+        "main": {"bench", "chat", "doctor", "generate", "top"},
     },
     "integrations": {
         "vllm": {"vllm.install", "vllm.refusals"},
@@ -209,8 +212,12 @@ THIRD_PARTY = {
     "msgspec": {"bench.peer_zmq", "bench.zmq_engine"},
     "numpy": {"bench.ours", "protocol.arrays"},
     "pytest": {"testing.pytest_plugin"},
-    "torch": {"bench.ours", "bench.peer_vllm", "protocol.arrays"},
+    "torch": {
+        *("bench.ours", "bench.peer_vllm", "executors.paged_cache", "executors.torch_sampling"),
+        *("executors.transformers", "protocol.arrays"),
+    },
     "tqdm": {"bench.progress", "progress"},
+    "transformers": {"executors.paged_cache", "executors.transformers"},
     "typing_extensions": None,
     "vllm": {"bench.peer_vllm", "integrations.vllm.engine", "integrations.vllm.install"},
     "zmq": {"bench.peer_vllm", "bench.peer_zmq", "bench.zmq_engine"},

