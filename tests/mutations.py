@@ -132,6 +132,13 @@ MUTATIONS: Final = (
         "tests/clients/test_room.py::test_those_who_wait_look_when_they_are_woken",
     ),
     Mutation(
+        "room made by a sender not told",
+        "clients/traffic.py",
+        "(self.room.wake if is_done else self._reader.wakeup)()",
+        "(bool if is_done else self._reader.wakeup)()",
+        "tests/clients/test_traffic.py::test_room_that_a_sender_makes_is_told",
+    ),
+    Mutation(
         "late reply kept",
         "clients/calls.py",
         '        """Give a call up: a reply that still comes is dropped."""\n        self.replies.pop(call_id, None)',

@@ -339,8 +339,8 @@ class Traffic:
 
     def _write(self, link: EngineLink, frame: Frame) -> None:
         try:
-            if not link.channel.send(frame):
-                self._reader.wakeup()
+            is_done = link.channel.send(frame)
+            (self.room.wake if is_done else self._reader.wakeup)()  # the reader does not see what room this has made
         except BrokenPipeError:
             raise LinkGoneError(link) from None
         except BaseException:

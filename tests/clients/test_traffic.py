@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,10 +26,11 @@ from engine_client.errors import LocalProtocolError
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs
 from engine_client.protocol.batch import encode_outputs
 from engine_client.protocol.frames import Frame, Kind
-from engine_client.protocol.wire import decode_abort, encode_reply
+from engine_client.protocol.wire import decode_abort, encode_reply, encode_utility
 from helpers.calls import call, played_session, received
 from helpers.clients import make_request
 from helpers.peers import Peer
+from helpers.pipes import hold_reader
 from helpers.timing import DEADLOCK, eventually, took_at_most
 
 BIG = bytes(4 << 20)
@@ -62,6 +64,27 @@ def test_all_who_wait_for_room_go_on_when_there_is_some() -> None:
         for thread in threads:
             thread.join(DEADLOCK)
             assert not thread.is_alive()
+
+
+def test_room_that_a_sender_makes_is_told() -> None:
+    """Where a sender writes what was waiting, before the reader could, those who wait for room hear of it."""
+    go = threading.Event()
+    with played_session() as (s, [peer]):
+        hold_reader(SimpleNamespace(_session=s), go)  # type: ignore[arg-type]  # what it needs of a client
+        try:
+            told: list[None] = []
+            s.send(peer.link, encode_utility(1, "echo", (bytes(1 << 20),)))
+            assert peer.link.channel.wants_write
+            s.room.join(lambda: told.append(None))
+            for _ in range(1000):
+                peer.channel.receive()
+                s.send(peer.link, encode_utility(2, "echo", ()))
+                if not peer.link.channel.wants_write:
+                    break
+            assert not peer.link.channel.wants_write
+            assert told
+        finally:
+            go.set()
 
 
 def test_what_would_wait_for_itself_is_refused() -> None:
