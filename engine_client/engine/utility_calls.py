@@ -65,6 +65,9 @@ class UtilityCalls:
             result = self._find(method)(*args)
         except Exception as error:  # noqa: BLE001  # the boundary of one call: its caller gets the error
             front_end.send_failure(call_id, error)
+            # A variable of its own frames, it would keep these, and what else came in the same read, shared memory too,
+            # until the next collection: an engine that has nothing to do makes none.
+            error.__traceback__ = None
             return
         self._before_reply()
         if isinstance(result, Future):

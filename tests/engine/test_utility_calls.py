@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from concurrent.futures import Future
 from typing import Any
 
@@ -61,6 +63,27 @@ def test_values_and_errors_are_answered_at_once(stub: Any) -> None:
     assert four[0] == 4
     assert five == (5, None)
     assert steps == ["before", "before"]
+
+
+def test_a_failed_call_keeps_nothing_of_its_arguments(stub: Any) -> None:
+    """Not even where the error is a variable of the frames that it went through, so that only a collection finds it."""
+    kept: list[Any] = []
+
+    class Value:
+        pass
+
+    def fail(error: Exception) -> None:
+        value = Value()
+        kept.append(weakref.ref(value))
+        raise error
+
+    gc.disable()
+    try:
+        make([], fail=fail).run(stub, encode_utility(1, "fail", (KeyError("as asked"),)))
+        assert stub.answers == [(1, "KeyError('as asked')")]
+        assert kept[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_system_exit_passes_through(stub: Any) -> None:
