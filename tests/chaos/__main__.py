@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from contextlib import suppress
 from random import SystemRandom
 
 from chaos.player import Player
@@ -48,6 +49,8 @@ def give_up(round_: Round, player: Player) -> None:
     print("it hangs:", flush=True)
     faulthandler.dump_traceback(sys.__stdout__, all_threads=True)
     sys.__stdout__.flush()  # type: ignore[union-attr]
+    with suppress(Exception):  # whatever is left of the engines
+        print(player.engines(), flush=True)
     os._exit(1)
 
 

@@ -137,6 +137,7 @@ class Model:
         with self._lock:
             self._is_dead = True
             self.pausing(True)
+            self.disturbed()  # where a rank dies alone, the others go on for a moment
 
     def allows_death(self) -> bool:
         """Tell whether a call may raise that an engine is dead."""

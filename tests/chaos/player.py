@@ -29,6 +29,7 @@ from engine_client import (
     PoolingParams,
 )
 from engine_client.config import ModelConfig
+from engine_client.testing.inventory import describe_process, key_of
 from engine_client.testing.scripted import Script
 from helpers.clients import make_request, pids_of, session_of
 from helpers.colours import Driven, make_coloured
@@ -106,6 +107,13 @@ class Player:
             if client is not None:
                 client.shutdown(0)
             self._join_all()
+
+    def engines(self) -> str:
+        """Return what the engines are doing, for the report of a hang."""
+        session = session_of(self.client)
+        lines = [repr(session), *map(repr, session.links.values())]
+        lines += [describe_process(key) for link in session.links.values() if (key := key_of(link.pid)) is not None]
+        return "\n".join([*lines, *self.client.dump_stacks(5.0).values()])
 
     # -- threads -------------------------------------------------------------------------------------------------------
 
