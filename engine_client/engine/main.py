@@ -45,6 +45,7 @@ from engine_client.protocol.wire import (
     encode_failed,
     encode_hello,
     encode_ready,
+    encode_reply,
     encode_status,
 )
 
@@ -100,6 +101,12 @@ def _used(writer: ArenaWriter) -> int:
 def _close_memory(writer: ArenaWriter, reader: ArenaReader) -> None:
     writer.close()
     reader.close()
+
+
+def _prepare_for_failures() -> None:
+    """Load what it takes to send an exception: when descriptors or memory have run out, it is too late for that."""
+    with suppress(Exception):  # then it is found out when there is a failure
+        encode_reply(0, error=RuntimeError())
 
 
 def _set_rank(vllm_config: Any, rank: int) -> None:
@@ -238,6 +245,7 @@ class _Engine:
             self.phase = "serving"
             self.status.set_state(EngineState.READY)
             self._say(encode_ready(init.token, engine.ready_response()))
+            _prepare_for_failures()
             self.loop.run()
             self.status.set_state(EngineState.ENDED)
             self.phase = "shutting down"

@@ -329,9 +329,10 @@ class Channel:
                 for segment in raw.segments[len(buffers) :]:
                     self._arena_reader.discard(segment)
             buffers.clear()
-            from engine_client.protocol.tracebacks import empty_frames  # noqa: PLC0415  # needed for failures only
+            with suppress(OSError):  # of the import, which needs a descriptor: it is another end than the stream's
+                from engine_client.protocol.tracebacks import empty_frames  # noqa: PLC0415  # needed for failures only
 
-            empty_frames(error)  # a mapping in it would last as long as somebody keeps the error
+                empty_frames(error)  # a mapping in it would last as long as somebody keeps the error
             return Frame(raw.kind, raw.flags, raw.ref, raw.header, (), error)
         return Frame(raw.kind, raw.flags, raw.ref, raw.header, buffers)
 

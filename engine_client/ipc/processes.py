@@ -79,7 +79,7 @@ def descendants(pid: int) -> list[Descendant]:
         return []
     try:
         import psutil  # noqa: PLC0415 (see the module docstring)
-    except ImportError:  # so late in the interpreter's end that nothing can be imported; the lifeline is left
+    except (ImportError, OSError):  # so late in the interpreter's end, or without descriptors: the lifeline is left
         return []
     try:
         return [Descendant(process) for process in psutil.Process(pid).children(recursive=True)]
@@ -91,7 +91,7 @@ def find_descendant(pid: int, started: int) -> Descendant | None:
     """Return the process that another one has recorded by pid and ``started``; None when it is gone."""
     try:
         import psutil  # noqa: PLC0415 (see the module docstring)
-    except ImportError:  # as above
+    except (ImportError, OSError):  # as above
         return None
     with suppress(psutil.Error, OSError):  # it is gone
         found = Descendant(psutil.Process(pid))

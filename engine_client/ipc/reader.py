@@ -85,12 +85,16 @@ class ReaderThread:
         self._handler = handler
         self._spin = spin
         self._spin_until = 0.0
-        self._wakeup = Wakeup()
+        self._selector = selectors.DefaultSelector()  # reader thread only, once it runs
+        try:
+            self._wakeup = Wakeup()
+        except OSError:
+            self._selector.close()  # somebody may keep the error, and this object with it
+            raise
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._stopping = False
         self._requests: deque[Callable[[], None]] = deque()  # append and popleft are atomic by documentation
         # -- reader thread only, once it runs --
-        self._selector = selectors.DefaultSelector()
         self._channels: dict[int, Channel] = {}
         self._sentinels: dict[int, int] = {}
         self._deadlines: dict[int, Deadline] = {}

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from operator import attrgetter, is_not
 from typing import Any, Final
@@ -107,11 +108,12 @@ def load_frame(frame: Frame) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        from engine_client.protocol.tracebacks import empty_frames  # noqa: PLC0415  # needed for failures only
-
         if isinstance(frame.buffers, list):
             frame.buffers.clear()
-        empty_frames(error)
+        with suppress(OSError):  # of the import, which needs a descriptor
+            from engine_client.protocol.tracebacks import empty_frames  # noqa: PLC0415  # needed for failures only
+
+            empty_frames(error)
         raise
 
 

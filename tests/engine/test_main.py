@@ -224,8 +224,12 @@ def test_stacks_can_be_read_from_outside() -> None:
     with engine() as e:
         e.init()
         e.receive(Kind.READY)
-        os.kill(e.link.pid, signal.SIGUSR2)
-        eventually(lambda: "busy_loop" in e.link.read_stacks(), DEADLOCK)
+
+        def ask() -> bool:
+            os.kill(e.link.pid, signal.SIGUSR2)
+            return "busy_loop" in e.link.read_stacks()
+
+        eventually(ask, DEADLOCK)  # it may be on its way there
         e.link.channel.send(encode_utility(1, "die", ("sigsegv",)))
         assert e.exit_code() == -signal.SIGSEGV
         assert "Segmentation fault" in e.link.read_stacks()
