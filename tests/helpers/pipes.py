@@ -8,6 +8,8 @@ import signal
 import struct
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from engine_client.protocol.framing import FrameReader, pack_prefix
 
 __all__ = [
     "GARBAGE",
+    "EndingSocket",
     "count_backlog",
     "end_reading_at",
     "end_sending_at",
@@ -52,22 +55,22 @@ def channel_here() -> Channel:
     return front_end.channel
 
 
-class _EndingSocket:
-    """A socket that, after an exact number of bytes more, sends this process a signal."""
+class EndingSocket:
+    """A socket that, after an exact number of bytes more, calls something, once."""
 
-    def __init__(self, real: Any, left: int, number: int) -> None:
+    def __init__(self, real: Any, left: int, act: Callable[[], object]) -> None:
         self.real = real
         self.left = left
-        self.number = number
+        self.act: Callable[[], object] | None = act
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
     def sendmsg(self, parts: list[Any], *rest: Any) -> int:
-        if self.number and not self.left:
-            number, self.number = self.number, 0
-            os.kill(os.getpid(), number)  # SIGSTOP comes back here
-        if not self.number:
+        if self.act is not None and not self.left:
+            act, self.act = self.act, None
+            act()  # SIGSTOP comes back here
+        if self.act is None:
             return int(self.real.sendmsg(parts, *rest))
         cut: list[memoryview] = []
         room = self.left
@@ -109,7 +112,8 @@ def end_sending_at(core: object, position: int, number: int = signal.SIGKILL) ->
     def send(frame: Any) -> bool:  # the reply to this call still goes as usual
         channel.send = real_send  # type: ignore[method-assign]
         done = real_send(frame)
-        channel._socket = _EndingSocket(channel._socket, position, number)  # type: ignore[assignment]
+        end = partial(os.kill, os.getpid(), number)
+        channel._socket = EndingSocket(channel._socket, position, end)  # type: ignore[assignment]
         return done
 
     channel.send = send  # type: ignore[method-assign]
