@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from helpers.notebooks import Notebook
 from helpers.procs import is_gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.crash]
+
+more = partial(pytest.param, marks=pytest.mark.stress)
+"""The rest of a matrix: a cell costs a second, and an engine another."""
 
 DEFINE = """
 import os, subprocess, sys, time
@@ -121,9 +125,9 @@ def test_await_and_blocking_calls_in_the_running_loop(notebook: Notebook) -> Non
             "SyncMPClient",
             "client.add_request(request('long', 100_000)); print('began')\nwhile True: client.get_output()",
         ),
-        ("SyncMPClient", "client.collective_rpc('say', args=('began', 5.0))"),
+        more("SyncMPClient", "client.collective_rpc('say', args=('began', 5.0))"),
         ("AsyncMPClient", "async for _ in client.stream(request('long', 100_000)): print('began')"),
-        ("InprocClient", "count(client, 'long', 100_000)"),
+        more("InprocClient", "count(client, 'long', 100_000)"),
     ],
     ids=["stream", "get_output", "utility", "asyncio", "inproc"],
 )
@@ -166,11 +170,11 @@ def end_kernel(notebook: Notebook, end: str) -> None:
 @pytest.mark.parametrize(
     "between",
     [
-        "pass",
+        more("pass"),
         "client",
-        "client.collective_rpc('nonsense')",
+        more("client.collective_rpc('nonsense')"),
         "def ask(client): return client.collective_rpc('nonsense')\nask(client)",
-        "try:\n  count(None)\nexcept AttributeError as error:\n  client.call_utility('nonsense')",
+        more("try:\n  count(None)\nexcept AttributeError as error:\n  client.call_utility('nonsense')"),
     ],
     ids=["unseen", "displayed", "failed", "failed-in-a-function", "failed-in-a-handler"],
 )
