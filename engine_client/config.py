@@ -155,6 +155,8 @@ class ClientOptions:
             together.
         restart_limit: how often in a row a rank is started again that does not stay up for a minute.
         restart_delay: seconds before the first of these, doubled each time.
+        forward_logs: level from which on what engines log is logged again here, by loggers of the same names, with rank
+            and pid in front; on the thread that reads what engines send, so handlers must be quick.  None: not at all.
         on_progress: called as ``on_progress(phase, done, total)`` while engines start, on the thread that starts them:
             what their executors tell by ``report_progress``, the numbers of several engines added up, and at last
             ``("ready", n, n)``.  ``total`` is 0 where it is not known.  ``ProgressBar()`` is one.  An exception of it
@@ -180,6 +182,7 @@ class ClientOptions:
     on_engine_death: DeathPolicy = "shutdown"
     restart_limit: int = 3
     restart_delay: float = 0.1
+    forward_logs: int | None = None
     on_progress: Callable[[str, int, int], None] | None = None
 
     def __post_init__(self) -> None:
@@ -200,8 +203,14 @@ class ClientOptions:
                 raise TypeError(f"{name} must be a number of {what}, not {value!r}")
             if value < 0:
                 raise ValueError(f"{name} must be zero or more {what}, not {value!r}")
+        self._check_listeners()
+
+    def _check_listeners(self) -> None:
         if self.on_progress is not None and not callable(self.on_progress):
             raise TypeError(f"on_progress must be callable, not {self.on_progress!r}")
+        level = self.forward_logs
+        if level is not None and (isinstance(level, bool) or not isinstance(level, int)):
+            raise TypeError(f"forward_logs must be a level such as logging.INFO, not {level!r}")
 
     def for_engine(self) -> dict[str, Any]:
         """Return the fields that an engine process needs (everything but the callbacks)."""

@@ -50,6 +50,7 @@ def test_start_methods(method):
         ("high_water", "1", TypeError),
         ("backlog_limit", -1, ValueError),
         ("on_progress", 1, TypeError),
+        ("forward_logs", "INFO", TypeError),
     ],
 )
 def test_options_that_cannot_work(field, value, error):

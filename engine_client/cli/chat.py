@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Talk until the input ends; return 1 if an answer failed."""
     # None of this is for --help.
     from engine_client import ClientOptions, EngineConfig, EngineCoreClient, ModelConfig, ProgressBar  # noqa: PLC0415
-    from engine_client.executors.transformers import TransformersExecutor  # noqa: PLC0415
+    from engine_client.executors.transformers import TransformersExecutor  # noqa: PLC0415  # as above
 
     model = arguments.model
     config = EngineConfig(model_config=ModelConfig(model=os.path.abspath(model) if os.path.isdir(model) else model))

@@ -9,6 +9,7 @@ import logging
 
 from engine_client.clients.endings import EXIT_TIMEOUT
 from engine_client.clients.link import EngineLink
+from engine_client.clients.relog import relog
 from engine_client.clients.traffic import Traffic
 from engine_client.deadline import Deadline
 from engine_client.errors import RemoteCallError
@@ -42,6 +43,8 @@ def deliver(traffic: Traffic, link: EngineLink, frame: Frame, *, is_quiet: bool,
     elif kind == Kind.REPLY:
         if not traffic.calls.settle(frame.ref, result=frame) and frame.flags & Flag.FAILED:
             _log.warning("a utility call that its caller gave up has failed in %s", link.title)
+    elif kind == Kind.LOG:
+        relog(link, frame)
     elif kind == Kind.DEAD:
         link.last_words = _last_words(frame)
         return Deadline(EXIT_TIMEOUT)

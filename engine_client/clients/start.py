@@ -24,6 +24,7 @@ from typing import Final
 from engine_client.clients.endings import explain_exit, name_and_text
 from engine_client.clients.front_ends import FrontEnds, pipe_pair
 from engine_client.clients.link import STARTING, EngineLink
+from engine_client.clients.relog import relog
 from engine_client.config import ClientOptions
 from engine_client.deadline import Deadline
 from engine_client.errors import HandshakeTimeout, RemoteProtocolError, StartupError
@@ -273,6 +274,8 @@ class Handshake:
         elif kind == Kind.STATUS:
             link.phase, done, total = decode_status(frame)
             self._report(link, done, total)
+        elif kind == Kind.LOG:
+            relog(link, frame)
         elif kind == Kind.READY:
             token, response = decode_ready(frame)
             if token != self._token:

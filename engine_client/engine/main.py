@@ -28,6 +28,7 @@ from engine_client.engine.busy_loop import BusyLoop
 from engine_client.engine.front_end import FrontEnd, drain_all
 from engine_client.engine.lock_step import LockStep
 from engine_client.engine.log_ring import LogRing
+from engine_client.engine.log_sender import LogSender
 from engine_client.errors import RemoteProtocolError
 from engine_client.interfaces import EngineContext, EngineCore
 from engine_client.ipc.arena import ArenaReader, ArenaWriter
@@ -161,6 +162,8 @@ class _Engine:
         sys.argv[:] = init.argv
         ring = LogRing(self.status)
         ring.install()
+        if init.options["forward_logs"] is not None:
+            LogSender(self.channel, init.options["forward_logs"]).install()
         options = init.options
         self.status.set_rank(init.rank)
         self.status.results = ArenaWriter(self.fds.arena_out, limit=options["arena_limit"])

@@ -16,22 +16,21 @@ Threads: the engine's; torch has its own for one operation at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any, Final
 
 from engine_client.engine.executor import Batch, Executor, ModelOutput, ScheduledRequest, report_progress
 from engine_client.executors.paged_cache import BlockStore, Rows, make_cache
+from engine_client.executors.passes import passes
 from engine_client.executors.sampling import check_params, option, seeded_uniform
 from engine_client.executors.torch_sampling import choose, is_plain, logprob_rows
+from engine_client.executors.transformers_progress import progress_of_transformers
 from engine_client.messages import LogprobsLists
 
-__all__ = ["TransformersExecutor", "layer_types", "passes"]
+__all__ = ["TransformersExecutor", "layer_types"]
 
 _KV_CACHE_BYTES: Final = 1 << 30
-_MOST_PADDING: Final = 1.5
-"""How many times as many tokens a pass may compute, padding included, as it has."""
 _TASKS: Final = ("embed", "token_embed")
 
 
@@ -89,7 +88,7 @@ class TransformersExecutor(Executor):
         dtype = self.vllm_config.model_config.dtype
         if dtype == "auto" and self.device.type == "cpu":
             dtype = "float32"  # most processors have nothing faster
-        with _progress_of_transformers():
+        with progress_of_transformers():
             name = self.vllm_config.model_config.model
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **self._options)
         return model.to(self.device).eval()
@@ -299,23 +298,6 @@ class TransformersExecutor(Executor):
         self._model = None
 
 
-def passes(requests: Sequence[ScheduledRequest]) -> Iterator[list[ScheduledRequest]]:
-    """Divide a batch into forward passes: of one kind, and of like length, so that little of one is padding."""
-    ordered = sorted(requests, key=lambda r: (r.pooling_params is not None, r.num_scheduled_tokens))
-    current: list[ScheduledRequest] = []
-    total = 0
-    for request in ordered:
-        number = request.num_scheduled_tokens
-        is_other = current and (current[0].pooling_params is None) is not (request.pooling_params is None)
-        if current and (is_other or number * (len(current) + 1) > _MOST_PADDING * (total + number)):
-            yield current
-            current, total = [], 0
-        current.append(request)
-        total += number
-    if current:
-        yield current
-
-
 def layer_types(config: Any) -> set[str]:
     """Return which kinds of attention a model has.
 
@@ -339,55 +321,3 @@ def _cache_name(model: Any) -> str:
     from inspect import signature  # noqa: PLC0415  # heavy
 
     return "past_key_values" if "past_key_values" in signature(model.forward).parameters else "cache"
-
-
-@contextmanager
-def _progress_of_transformers() -> Iterator[None]:
-    """Pass on what transformers shows of its own progress, in place of its bars; it is as before afterwards."""
-    from transformers.utils import logging  # noqa: PLC0415  # optional
-
-    set_hook = getattr(logging, "set_tqdm_hook", None)
-    if set_hook is None:  # a release before 5
-        yield
-        return
-
-    def make(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> _Reporting:
-        items: Any = args[0] if args else options.get("iterable")
-        total = options.get("total") or (len(items) if hasattr(items, "__len__") else 0)
-        return _Reporting(items, str(options.get("desc") or "loading weights").lower(), int(total))
-
-    before = set_hook(make)
-    try:
-        yield
-    finally:
-        set_hook(before)
-
-
-class _Reporting:
-    """Stands for one of transformers' bars, and reports instead of showing."""
-
-    def __init__(self, items: Any, phase: str, total: int) -> None:
-        self._items, self._phase, self._total, self._done = items, phase, total, 0
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return _nothing  # how it is to look
-
-    def __iter__(self) -> Iterator[Any]:
-        for item in self._items or ():
-            yield item
-            self.update(1)
-
-    def __enter__(self) -> _Reporting:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def update(self, number: int = 1) -> None:
-        """Note what is done, and tell it."""
-        self._done += number
-        report_progress(self._phase, self._done, self._total)
-
-
-def _nothing(*_: object, **__: object) -> None:
-    pass

@@ -34,6 +34,7 @@ class Kind(enum.IntEnum):
     DEAD = 12
     GOODBYE = 13
     ATTACH = 14
+    LOG = 15
 
 
 class Flag(enum.IntFlag):

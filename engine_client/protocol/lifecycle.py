@@ -115,6 +115,7 @@ TRANSITIONS: Final[Mapping[State, Mapping[int, Move]]] = {
     State.INIT: {
         **_STARTING,
         Kind.STATUS: Move(State.INIT, Action.REPORT),
+        Kind.LOG: Move(State.INIT, Action.REPORT),
         Kind.READY: Move(State.READY, Action.SERVE),
     },
     State.READY: {
@@ -125,6 +126,7 @@ TRANSITIONS: Final[Mapping[State, Mapping[int, Move]]] = {
         Kind.SHUTDOWN: Move(State.DRAINING, Action.SEND),
         Kind.OUTPUTS: Move(State.READY, Action.DELIVER),
         Kind.REPLY: Move(State.READY, Action.DELIVER),
+        Kind.LOG: Move(State.READY, Action.DELIVER),
         Kind.DEAD: Move(State.DRAINING, Action.KEEP),
         Kind.GOODBYE: Move(State.DRAINING, Action.KEEP),
         Event.EXIT: Move(State.ENDED, Action.END),
@@ -137,6 +139,7 @@ TRANSITIONS: Final[Mapping[State, Mapping[int, Move]]] = {
         Kind.SHUTDOWN: Move(State.DRAINING, Action.SEND),
         Kind.OUTPUTS: Move(State.DRAINING, Action.DELIVER),
         Kind.REPLY: Move(State.DRAINING, Action.DELIVER),
+        Kind.LOG: Move(State.DRAINING, Action.DELIVER),
         Kind.FAILED: Move(State.DRAINING, Action.KEEP),
         Kind.DEAD: Move(State.DRAINING, Action.KEEP),
         Kind.GOODBYE: Move(State.DRAINING, Action.KEEP),

@@ -37,6 +37,7 @@ __all__ = [
     "decode_add",
     "decode_dead",
     "decode_init",
+    "decode_log",
     "decode_ready",
     "decode_reply",
     "decode_status",
@@ -48,6 +49,7 @@ __all__ = [
     "encode_failed",
     "encode_hello",
     "encode_init",
+    "encode_log",
     "encode_ready",
     "encode_reply",
     "encode_status",
@@ -150,6 +152,17 @@ def decode_status(frame: Frame) -> tuple[str, int, int]:
     if (type(phase), type(done), type(total)) != (str, int, int):
         raise RemoteProtocolError("a STATUS says nothing")
     return phase, done, total
+
+
+def encode_log(name: str, level: int, text: str) -> Frame:
+    """Encode a log record: its logger, its level and its text."""
+    return _frame(Kind.LOG, dumps((name, level, text)))
+
+
+def decode_log(frame: Frame) -> tuple[str, int, str]:
+    """Decode ``(name, level, text)``."""
+    name, level, text = load_frame(frame)
+    return str(name), int(level), str(text)
 
 
 def encode_ready(token: str, response: EngineCoreReadyResponse) -> Frame:

@@ -133,7 +133,7 @@ def test_a_frame_is_either_in_the_table_or_refused_without_a_trace(state, kind):
         assert life.state is state
 
 
-@pytest.mark.parametrize("number", [0, 15, 200, int(Event.EXIT)])
+@pytest.mark.parametrize("number", [0, 16, 200, int(Event.EXIT)])
 def test_numbers_that_are_no_kind_are_refused(number):
     """Neither an unknown number nor an event's passes for a frame."""
     life = life_at(State.READY)
