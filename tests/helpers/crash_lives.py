@@ -260,9 +260,8 @@ class Life:
     def end(self, pending: Any) -> None:
         """Shut down with a request to be finished; it is done in time, and everybody is told."""
         client = self.client
-        if self.fault != "stop":
-            with suppress(EngineDeadError):
-                client.add_request(make_request("last", 50))
+        with suppress(EngineDeadError):
+            client.add_request(make_request("last", 50))
         began = time.monotonic()
         client.shutdown()
         took = time.monotonic() - began
