@@ -87,8 +87,10 @@ class Life:
         self.told = told
         self.client: Any = None
         self.calls = Calls()
-        # Seconds of the polite end: it comes to nothing where an engine has stopped, and must suffice elsewhere.
-        self.grace = 0.5 if fault == "stop" else 10_000 * MS
+        # Seconds of the polite end.  They pass in vain where an engine has stopped, but have to suffice until then.
+        self.grace = 10_000 * MS
+        if fault == "stop":
+            self.grace = 3_000 * MS if point.phase in ("end", "leave") else 0.5
 
     @property
     def is_harmless(self) -> bool:
