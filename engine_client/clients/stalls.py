@@ -1,6 +1,6 @@
 """Engines that are busy with one thing for too long: when to look at them, and what they say of it at their end.
 
-Invariants: I7 (an engine that is to say where it hangs has half a second).
+Invariants: I7 (an engine that is to say where it hangs has a second and a half).
 
 Threads: the reader's.
 """
@@ -25,8 +25,8 @@ _LEAST: Final = 0.02
 """Seconds between two looks at least."""
 _LATE: Final = 1.0
 """Seconds of delay after which this process has stood still itself, and the engine may have, too."""
-_STACKS_TIMEOUT: Final = 0.5
-"""Seconds for the stacks to be written; usually it takes a few thousandths."""
+_STACKS_TIMEOUT: Final = 1.5
+"""Seconds for the stacks to be written; usually it takes a few thousandths, and half a second where force is needed."""
 _POLL: Final = 0.002
 """Seconds between looks whether they are."""
 
@@ -101,8 +101,9 @@ def record_stacks(link: EngineLink) -> None:
     try:
         with suppress(RuntimeError):  # it cannot be asked: the error goes without
             memory.ask(link.pid, handle.send_signal)
-            while memory.answer(link.pid) is None and handle.is_alive() and not deadline.expired():
+            while (text := memory.answer(link.pid)) is None and handle.is_alive() and not deadline.expired():
                 time.sleep(_POLL)
+            memory.kept = text or ""
     finally:
         memory.turn.release()
 

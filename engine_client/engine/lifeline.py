@@ -33,7 +33,6 @@ from typing import Final
 
 from engine_client.ipc.handle import has_pidfd
 from engine_client.ipc.processes import Descendant, children_of_this_process, descendants
-from engine_client.ipc.stacks import QUESTION
 
 __all__ = ["Lifeline", "arm", "is_launcher_alive", "kill_everything", "reopen", "tie"]
 
@@ -136,8 +135,7 @@ class Lifeline:
     def _watch(self) -> None:
         """Block until the launcher is gone, then end everything."""
         # Signals are left to the main thread, whose selector only a signal that comes to it can interrupt.
-        # But the question for stacks comes to this one alone: see ``ipc.stacks``.
-        signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals() - {QUESTION})
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         poller = select.poll()
         poller.register(self._fd, 0)  # a hang-up is always told
         if self.pidfd >= 0:

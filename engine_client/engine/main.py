@@ -7,7 +7,8 @@
 
 Invariants: I10 (an exception anywhere is told to the client before the process ends).
 
-Threads: ``run_engine`` is the main thread of its process.  The watcher of ``lifeline`` is the only other one of ours.
+Threads: ``run_engine`` is the main thread of its process.  The watcher of ``lifeline`` and what waits in ``ipc.stacks``
+are the only others of ours.
 """
 
 from __future__ import annotations

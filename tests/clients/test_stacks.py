@@ -60,6 +60,28 @@ def test_many_ask_at_once() -> None:
             assert all(text.count("in run_engine") == 1 for text in found.values())
 
 
+def test_an_engine_that_works_is_not_harmed() -> None:
+    """Asked again and again while it makes steps and answers calls, it lives, and the stacks are whole."""
+    with scripted_client() as client:
+        over = threading.Event()
+
+        def work() -> None:
+            while not over.is_set():
+                client.call_utility("echo", list(range(1000)))
+
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(300):
+                assert client.dump_stacks()[0].count("in run_engine") == 1
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+        client.check_health()
+
+
 def test_a_stopped_engine_writes_nothing() -> None:
     """The error says so, within the timeout, and has what the others wrote."""
     with async_client(2) as client:

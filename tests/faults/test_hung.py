@@ -203,11 +203,10 @@ def test_bc29_the_stacks_of_an_engine_that_hangs(how: Any) -> None:
 
 
 def test_bc29_an_engine_that_takes_every_signal() -> None:
-    """No stacks are to be had of it, which an error says in time; its end by the limit is told all the same."""
+    """Its stacks are to be had all the same, and its end by the limit is told."""
     with scripted_client(stall_limit=STALL) as client:
         client.call_utility("collective_rpc", take_signals)
-        with took_at_most(2.0), pytest.raises(EngineStalledError, match="no stacks within"):
-            client.dump_stacks(0.3)
+        assert "in run_engine" in client.dump_stacks()[0]
         client.check_health(10)
         with pytest.raises(EngineDeadError, match="made no progress"):
             client.call_utility("collective_rpc", deadlock)
