@@ -156,13 +156,15 @@ def decode_status(frame: Frame) -> tuple[str, int, int]:
 
 def encode_log(name: str, level: int, text: str) -> Frame:
     """Encode a log record: its logger, its level and its text."""
-    return _frame(Kind.LOG, dumps((name, level, text)))
+    return _frame(Kind.LOG, dumps((str(name), int(level), str(text))))
 
 
 def decode_log(frame: Frame) -> tuple[str, int, str]:
     """Decode ``(name, level, text)``."""
     name, level, text = load_frame(frame)
-    return str(name), int(level), str(text)
+    if (type(name), type(level), type(text)) != (str, int, str):  # nothing else is made a text: it may have no end
+        raise RemoteProtocolError("a LOG says nothing")
+    return name, level, text
 
 
 def encode_ready(token: str, response: EngineCoreReadyResponse) -> Frame:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
+import io
 import os
 import pickle
+import sys
 import tracemalloc
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -364,3 +367,20 @@ def test_values_that_cannot_be_fail_their_rows(values: Any) -> None:
     columns, failed = with_values(columns)
     assert failed == [2]
     assert isinstance(columns.fault, RemoteProtocolError)
+
+
+def test_a_stream_that_is_not_all_in_the_header() -> None:
+    """It is read piece by piece, and has no lines."""
+    assert load_restricted(b"", (), io.BytesIO(pickle.dumps([1, "a"], 5))) == [1, "a"]
+    with pytest.raises(RemoteProtocolError):
+        load_restricted(b"", (), io.BytesIO(b"cos\nsystem\n."))
+
+
+def test_tensors_are_of_types_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch calls a type is one; anything else that it has is not called."""
+    fake = SimpleNamespace(dtype=type, float32=float, load=print, empty=lambda shape, dtype: (shape, dtype))
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    pickled = named("rebuild_tensor", ARRAYS) + b"(C\x00\x8c\x07float32K\x00\x85N\x89tR."
+    assert loads(pickled, restricted=True) == ((0,), float)
+    with pytest.raises(RemoteProtocolError, match="of no type"):
+        loads(pickled.replace(b"\x07float32", b"\x04load"), restricted=True)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+from engine_client.errors import RemoteProtocolError
 from engine_client.messages import EngineCoreReadyResponse, EngineCoreRequest
 from engine_client.params import PoolingParams, SamplingParams
 from engine_client.protocol import wire
 from engine_client.protocol.codec import dumps, loads
-from engine_client.protocol.frames import Flag, Kind
+from engine_client.protocol.frames import Flag, Frame, Kind
 
 
 def request(**fields: Any) -> EngineCoreRequest:
@@ -202,3 +203,11 @@ def test_a_frame_that_cannot_be_decoded_gives_back_its_buffers(error: BaseExcept
     assert frame.buffers == []
     for owner in owners:
         owner.append(1)  # which raises BufferError while there is a view
+
+
+@pytest.mark.parametrize("decode", [wire.decode_status, wire.decode_dead, wire.decode_log])
+def test_a_message_of_other_parts_is_refused(decode: Any) -> None:
+    """Nothing that has arrived is made a text or a number: it is one, or the message is none."""
+    for value in ((1, 2, 3), ("a", "b", "c"), (1, "phase"), (ValueError(), 7)):
+        with pytest.raises((RemoteProtocolError, ValueError)):
+            decode(Frame(Kind.STATUS, 0, 0, dumps(value).header))
