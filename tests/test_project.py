@@ -76,7 +76,12 @@ def test_links_lead_somewhere(name):
     [
         ([], "", ["run", "run -e chaos,docs,transformers,vllm,vllm-zmq"], 0),
         ([], "run", ["run", "run -e chaos,docs,transformers,vllm,vllm-zmq"], 3),
-        ([], "run -e chaos,docs,transformers,vllm,vllm-zmq", ["run", "run -e chaos,docs,transformers,vllm,vllm-zmq"], 3),
+        (
+            [],
+            "run -e chaos,docs,transformers,vllm,vllm-zmq",
+            ["run", "run -e chaos,docs,transformers,vllm,vllm-zmq"],
+            3,
+        ),
         (["-e", "lint"], "", ["run -e lint"], 0),
         (["-e", "lint"], "run -e lint", ["run -e lint"], 3),
     ],
