@@ -102,7 +102,7 @@ def test_every_kind_of_frame_has_its_points() -> None:
     """The table has both sides of every kind of frame, or says why not."""
     names = {point.name for point in POINTS}
     for kind in Kind:
-        stages = [f"send.{kind.name}.{stage}" for stage in ("before", "mid", "after")]
+        stages = [f"send.{kind.name}.{stage}" for stage in ("before", "mid", "after") if (kind, stage) not in UNREACHED]
         stages += [f"receive.{kind.name}.{stage}" for stage in ("before", "after")]
         assert (set(stages) <= names) is (kind not in UNREACHED), kind
     assert len({(point.name, point.phase) for point in POINTS}) == len(POINTS)

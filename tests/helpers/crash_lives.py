@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import time
@@ -128,7 +129,12 @@ class Life:
             self.fault == "stop" and self.point.side == "engine" and self.point.phase in ("start", "fail", "join")
         )
         ready_timeout = READY_TIMEOUT if is_short else DEADLOCK
-        options = ClientOptions(engine_target=TARGET, ready_timeout=ready_timeout, shutdown_timeout=self.grace)
+        options = ClientOptions(
+            engine_target=TARGET,
+            ready_timeout=ready_timeout,
+            shutdown_timeout=self.grace,
+            forward_logs=logging.WARNING,
+        )
         if self.kind in ("sync", "async"):
             return make_coloured(self.kind, config, None, False, options)
         config.parallel_config.data_parallel_size = 2
@@ -197,6 +203,7 @@ class Life:
         client.add_request(make_request("short", 100))
         client.add_request(make_request("long", LONG))
         client.abort_requests(["long"])
+        client.call_utility("log", "a line")
         found = client.call_utility("echo", value)
         self.check(bool(np.array_equal(found, value)), "a value came back changed")
         self.rest()
@@ -295,8 +302,6 @@ class Life:
 
 def live_in_a_script(point: tuple[str, str, str], fault: str, kind: str, told: str) -> None:
     """Be a host that meets a fault."""
-    import logging
-
     logging.getLogger("engine_client").setLevel(logging.CRITICAL + 1)
     signal.alarm(120)
     with armed(point[0], fault, told):

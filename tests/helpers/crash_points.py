@@ -68,6 +68,7 @@ _PHASES: Final = {
     Kind.UTILITY: "serve",
     Kind.OUTPUTS: "serve",
     Kind.REPLY: "serve",
+    Kind.LOG: "serve",
     Kind.DEAD: "dead",
     Kind.SHUTDOWN: "end",
     Kind.GOODBYE: "end",
@@ -76,7 +77,10 @@ _PHASES: Final = {
 
 FROM_CLIENT: Final = (Kind.INIT, Kind.ADD, Kind.ABORT, Kind.UTILITY, Kind.SHUTDOWN)
 IN_MEMORY: Final = (Kind.ADD, Kind.UTILITY, Kind.OUTPUTS, Kind.REPLY)
-UNREACHED: Final = {Kind.ATTACH: "sent by front-ends of other processes alone; see tests/faults/test_front_ends.py"}
+UNREACHED: Final[dict[Any, str]] = {
+    Kind.ATTACH: "sent by front-ends of other processes alone; see tests/faults/test_front_ends.py",
+    (Kind.FAILED, "after"): "its client may have killed the engine by then",
+}
 
 
 _OTHERS: Final = {
@@ -101,7 +105,8 @@ def _points() -> Iterator[Point]:
     for kind, phase in _PHASES.items():
         sender, receiver = ("client", "engine") if kind in FROM_CLIENT else ("engine", "client")
         for stage in ("before", "mid", "after"):
-            yield Point(f"send.{kind.name}.{stage}", sender, phase)
+            if (kind, stage) not in UNREACHED:
+                yield Point(f"send.{kind.name}.{stage}", sender, phase)
         if kind in IN_MEMORY:
             yield Point(f"send.{kind.name}.copied", sender, phase)
         for stage in ("before", "after"):
