@@ -18,7 +18,7 @@ pytest_plugins = ["engine_client.testing.pytest_plugin"]
 """Where the library is not installed, or as it was before; setup.cfg turns its leak guard on."""
 
 # tox has an environment of its own for these.
-collect_ignore = [f"with_{name}" for name in ("torch", "uvloop") if not find_spec(name)]
+collect_ignore = [f"with_{name}" for name in ("torch", "transformers", "uvloop") if not find_spec(name)]
 if not find_spec("vllm"):
     collect_ignore.append("integrations")
 
