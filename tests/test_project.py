@@ -74,12 +74,12 @@ def test_links_lead_somewhere(name):
 @pytest.mark.parametrize(
     ("arguments", "fails", "calls", "status"),
     [
-        ([], "", ["run", "run -e chaos,docs,transformers,vllm,vllm-zmq"], 0),
-        ([], "run", ["run", "run -e chaos,docs,transformers,vllm,vllm-zmq"], 3),
+        ([], "", ["run", "run -e chaos,docs,transformers"], 0),
+        ([], "run", ["run", "run -e chaos,docs,transformers"], 3),
         (
             [],
-            "run -e chaos,docs,transformers,vllm,vllm-zmq",
-            ["run", "run -e chaos,docs,transformers,vllm,vllm-zmq"],
+            "run -e chaos,docs,transformers",
+            ["run", "run -e chaos,docs,transformers"],
             3,
         ),
         (["-e", "lint"], "", ["run -e lint"], 0),

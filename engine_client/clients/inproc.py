@@ -33,6 +33,7 @@ from engine_client.ipc.status_page import EngineStatus
 from engine_client.ipc.user_main import replay_guard
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, PauseMode
 from engine_client.progress import READY
+from engine_client.protocol.exception_fields import text_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -160,7 +161,7 @@ class InprocClient(Measured, SyncUtilities, EngineCoreClient):
         try:
             outputs, model_executed = self.engine_core.step_fn()
         except Exception as error:
-            self._last_error = f"{type(error).__name__}: {error}"
+            self._last_error = f"{type(error).__name__}: {text_of(error)}"
             raise
         self.engine_core.post_step(model_executed)
         found = (outputs or {}).get(0) or EngineCoreOutputs()
