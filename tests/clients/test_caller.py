@@ -105,7 +105,8 @@ def test_an_engine_that_dies_under_the_call_fails_it() -> None:
         peers[1].channel.close()
         with took_at_most(5.0):
             caller.send(broken, "x", (), Deadline(DEADLOCK))
-            assert isinstance(broken.replies[1].exception(DEADLOCK), EngineDeadError)
+            if len(broken.replies) > 1:  # else the reader was quicker, and it is not asked, as below
+                assert isinstance(broken.replies[1].exception(DEADLOCK), EngineDeadError)
         broken.discard()
         assert len(session.calls) == 0
     with played_session(2, on_engine_death="continue") as (session, peers):

