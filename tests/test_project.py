@@ -74,12 +74,12 @@ def test_links_lead_somewhere(name):
 @pytest.mark.parametrize(
     ("arguments", "fails", "calls", "status"),
     [
-        ([], "", ["run", "run -e docs"], 0),
-        ([], "run", ["run", "run -e docs"], 3),
+        ([], "", ["run", "run -e chaos,docs"], 0),
+        ([], "run", ["run", "run -e chaos,docs"], 3),
         (
             [],
-            "run -e docs",
-            ["run", "run -e docs"],
+            "run -e chaos,docs",
+            ["run", "run -e chaos,docs"],
             3,
         ),
         (["-e", "lint"], "", ["run -e lint"], 0),

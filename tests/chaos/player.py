@@ -130,11 +130,15 @@ class Player:
         if self._problems:
             raise self._problems[0]
 
-    def _start(self, function: Callable[[], None]) -> None:
-        """Do something on a thread of its own; wait for others while there are too many, and no pause holds them up."""
+    def _make_room(self) -> None:
+        """Wait for threads while there are too many, and no pause holds them up."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         while len(self._threads) >= _MOST_THREADS and not self._is_paused:
             self._join(self._threads.pop(0))
+
+    def _start(self, function: Callable[[], None]) -> None:
+        """Do something on a thread of its own, once there is room for it."""
+        self._make_room()
         thread = threading.Thread(target=self._guarded(function), daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -323,6 +327,7 @@ class Player:
         return pids[rank % len(pids)]
 
     def _do_stop(self, rank: int, seconds: float) -> None:
+        self._make_room()  # now: those that are waited for may need the engine
         pid = self._pid(rank)
 
         def go_on() -> None:
