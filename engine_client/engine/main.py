@@ -82,14 +82,18 @@ def run_engine(fds: EngineFds, launcher_pid: int) -> None:
     Raises:
         SystemExit: always; the exit code says whether the end was in order.
     """
-    line = lifeline.arm(fds.lifeline, launcher_pid)
-    report_stacks(fds.faults)
-    status = StatusWriter(fds.page)
-    line.on_strays = status.set_strays
     channel = Channel(fds.channel, name="client")
     with ExitStack() as stack:
-        stack.callback(status.close)
         stack.callback(channel.close)
+        try:
+            line = lifeline.arm(fds.lifeline, launcher_pid)
+            report_stacks(fds.faults)
+        except RuntimeError as error:  # there are no more threads
+            channel.send(encode_failed(error, "starting its threads"))
+            sys.exit(1)
+        status = StatusWriter(fds.page)
+        stack.callback(status.close)
+        line.on_strays = status.set_strays
         engine = _Engine(channel, status, fds, line)
         code = engine.run()
         line.leave(_HANG_UP_WAIT if channel.ended else 0.0)
