@@ -18,6 +18,7 @@ Threads: any.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -69,14 +70,14 @@ class Measurements:
     pending_calls: int = 0
 
 
-class Measured:
+class Measured(ABC):
     """What clients of every kind have for those who watch them; the subclass says how it is measured."""
 
     _servers: tuple[MetricsServer, ...] = ()
 
+    @abstractmethod
     def measure(self) -> Measurements:
         """Return how things are, without asking an engine; from the first call on, frames are timed."""
-        raise NotImplementedError
 
     def metrics(self, prefix: str = "engine_client") -> str:
         """Return everything that is measured, in Prometheus's text format.

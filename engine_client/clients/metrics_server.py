@@ -37,6 +37,7 @@ class MetricsServer:
 
     Raises:
         OSError: that address cannot be listened on.
+        RuntimeError: there are no more threads.
     """
 
     def __init__(self, client: Any, prefix: str, host: str, port: int) -> None:
@@ -56,7 +57,13 @@ class MetricsServer:
         # Last: all it needs is there.
         name = f"engine-client-metrics-{self.port}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # there are no more threads
+            self._finalizer.detach()
+            self._listener.close()
+            self._wakeup.close()
+            raise
 
     def __repr__(self) -> str:
         return f"<MetricsServer {'closed' if self._is_closed else 'serving'} {self.url}>"
@@ -88,11 +95,13 @@ class MetricsServer:
     # -- the server's thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        poller = select.poll()  # select knows no descriptor above 1023
+        for source in (self._listener, self._wakeup):
+            poller.register(source.fileno(), select.POLLIN)
         try:
             while not self._is_closed:
-                listening = self._listener.fileno()
-                ready, _, _ = select.select([listening, self._wakeup.fileno()], [], [])
-                if listening in ready and not self._is_closed:
+                ready = dict(poller.poll())
+                if self._listener.fileno() in ready and not self._is_closed:
                     # Whoever asks in vain, or goes away, is not to end this.
                     with suppress(OSError):
                         self._accept()

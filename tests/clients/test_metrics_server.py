@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 import threading
 from contextlib import suppress
@@ -92,6 +94,32 @@ def test_it_ends_at_once(client: Client) -> None:
     with pytest.raises(OSError, match="refused"):
         socket.create_connection((server.host, server.port))
     MetricsServer(client, "x", server.host, server.port).close()
+
+
+def test_it_answers_where_descriptors_have_high_numbers(client: Client) -> None:
+    """A host may have thousands of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with MetricsServer(client, "x", "127.0.0.1", 0) as server:
+            assert b"x:up 1" in ask(server, b"GET / HTTP/1.1\r\n\r\n")
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_without_a_thread_there_is_no_server(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call says so, and its port is free again."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="new thread"):
+        patch.setattr(threading.Thread, "start", start)
+        MetricsServer(client, "x", "127.0.0.1", 0)
+    MetricsServer(client, "x", "127.0.0.1", 0).close()
 
 
 def test_an_address_that_cannot_be_had_is_an_error(client: Client) -> None:
