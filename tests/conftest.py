@@ -19,6 +19,10 @@ pytest_plugins = ["engine_client.testing.pytest_plugin"]
 
 # tox has an environment of its own for these.
 collect_ignore = [f"with_{name}" for name in ("torch", "transformers", "uvloop") if not find_spec(name)]
+if not find_spec("transformers"):
+    collect_ignore += [
+        f"executors/test_{name}.py" for name in ("paged_cache", "torch_sampling", "transformers_progress")
+    ]
 if not find_spec("vllm"):
     collect_ignore.append("integrations")
 

@@ -101,12 +101,10 @@ def test_an_engine_that_dies_under_the_call_fails_it() -> None:
     with played_session(2, on_engine_death="continue") as (session, peers):
         caller = Caller(session)
         broken = caller.begin("x")
-        peers[1].link.handle.kill()
-        peers[1].channel.close()
+        peers[1].channel.close()  # its process lives, and has a second to end: it is not dead yet
         with took_at_most(5.0):
             caller.send(broken, "x", (), Deadline(DEADLOCK))
-            if len(broken.replies) > 1:  # else the reader was quicker, and it is not asked, as below
-                assert isinstance(broken.replies[1].exception(DEADLOCK), EngineDeadError)
+            assert isinstance(broken.replies[1].exception(DEADLOCK), EngineDeadError)
         broken.discard()
         assert len(session.calls) == 0
     with played_session(2, on_engine_death="continue") as (session, peers):

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from engine_client.engine.batch import ScheduledRequest
 from engine_client.executors.paged_cache import BlockStore, Rows, make_cache
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
 
 
 def row(name: str, tokens: list[int], computed: int, blocks: list[int]) -> ScheduledRequest:

@@ -6,12 +6,11 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from engine_client import SamplingParams
 from engine_client.executors import sampling
 from engine_client.executors.torch_sampling import choose, is_plain, logprob_rows
-
-torch = pytest.importorskip("torch")
 
 SIZE = 40
 WISHES: list[dict[str, Any]] = [

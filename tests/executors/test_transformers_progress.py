@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+from transformers.utils import logging
 
 from engine_client.engine.executor import progress_to
 from engine_client.executors.transformers_progress import progress_of_transformers
-
-logging = pytest.importorskip("transformers.utils.logging")
 
 
 def test_bars_are_reports() -> None:

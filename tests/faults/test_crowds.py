@@ -166,11 +166,12 @@ def test_bc04_bc42_the_interpreter_ends_with_everything_in_flight(end: str, age:
 
 def test_bc10_on_the_free_threaded_build(tmp_path: Path) -> None:
     """Where there is a Python without the global lock, threads share a client there as well."""
-    python = shutil.which("python3.13t")
-    if python is None:
-        pytest.skip("python3.13t is not on PATH")
-    if subprocess.run([python, "-c", "import psutil, tblib"], capture_output=True, check=False).returncode:
-        pytest.skip("python3.13t has neither psutil nor tblib")
+    python = shutil.which("python3.13t") or ""
+    if (
+        not python
+        or subprocess.run([python, "-c", "import psutil, tblib"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("for a python3.13t, a build without the global lock, on PATH, that has psutil and tblib")
     script = tmp_path / "script.py"
     script.write_text(FREE_THREADED, encoding="utf-8")
     began = time.monotonic()

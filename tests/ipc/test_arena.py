@@ -17,6 +17,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from engine_client.deadline import Deadline
 from engine_client.errors import ClosedError, RemoteProtocolError
 from engine_client.ipc import arena as arena_module, arena_room
 from engine_client.ipc.arena import ArenaReader, ArenaWriter, create_memory
@@ -329,11 +330,14 @@ def test_ten_threads_race_for_the_last_bytes():
     """Senders that meet at the limit get either a block of their own or None, and nothing is lost (BC-06)."""
     arena = Arena(limit=4 * MIB)
     got = [0] * 10
+    tries = [0] * 10
     wrong = []
 
     def send(number):
         data = bytes([number]) * (MIB - number)
-        for _ in range(50):
+        deadline = Deadline(DEADLOCK)
+        while tries[number] < 50 or not (got[number] or deadline.expired()):
+            tries[number] += 1
             segment = arena.writer.put(memoryview(data))
             if segment is not None:
                 got[number] += 1
@@ -347,8 +351,8 @@ def test_ten_threads_race_for_the_last_bytes():
         thread.join()
     assert not wrong
     assert arena.writer.used == 0
-    assert sum(got) + arena.writer.fallbacks == 500
-    assert sum(got) > 0
+    assert sum(got) + arena.writer.fallbacks == sum(tries)
+    assert min(got) > 0
     arena.close()
 
 

@@ -353,7 +353,7 @@ def test_a_send_from_within_a_send_joins_the_backlog() -> None:
             signal.signal(signal.SIGALRM, old)
         received += pump(left, right)
         assert sum(bytes(f.header) == b"outer" for f in received) == 2000
-        assert sum(bytes(f.header) == b"inner" for f in received) == inner
+        assert sum(bytes(f.header) == b"inner" for f in received) == inner > 0
 
 
 def test_a_forked_copy_closes_without_the_lock() -> None:
