@@ -14,10 +14,10 @@ from typing import Final
 
 from engine_client.clients.link import EngineLink
 from engine_client.clients.session import Session
-from engine_client.clients.stalls import is_stopped
 from engine_client.deadline import Deadline
 from engine_client.errors import EngineStalledError
 from engine_client.ipc.handle import ChildHandle
+from engine_client.ipc.processes import is_stopped
 
 __all__ = ["dump_stacks"]
 

@@ -17,9 +17,10 @@ from engine_client.clients.link import EngineLink
 from engine_client.deadline import Deadline
 from engine_client.errors import EngineStalledError
 from engine_client.ipc.handle import ChildHandle
+from engine_client.ipc.processes import is_stopped
 from engine_client.protocol.lifecycle import State
 
-__all__ = ["StallWatch", "is_stopped", "judge", "record_stacks"]
+__all__ = ["StallWatch", "judge", "record_stacks"]
 
 _LEAST: Final = 0.02
 """Seconds between two looks at least."""
@@ -106,10 +107,3 @@ def record_stacks(link: EngineLink) -> None:
             memory.kept = text or ""
     finally:
         memory.turn.release()
-
-
-def is_stopped(pid: int) -> bool:
-    """Tell whether a process is stopped, so that it can do nothing."""
-    with suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    return False

@@ -32,7 +32,7 @@ from contextlib import suppress
 from typing import Final
 
 from engine_client.ipc.handle import has_pidfd
-from engine_client.ipc.processes import Descendant, children_of_this_process, descendants
+from engine_client.ipc.processes import Descendant, children_of_this_process, descendants, stat_of
 
 __all__ = ["Lifeline", "arm", "is_launcher_alive", "kill_everything", "reopen", "tie"]
 
@@ -197,19 +197,9 @@ def is_launcher_alive(launcher_pid: int) -> bool:
     if os.getppid() == launcher_pid:
         return True
     # Our parent is a fork server, or the launcher is dead and somebody adopted us.
-    launcher = _stat(launcher_pid)
-    ours = _stat(os.getpid())
+    launcher = stat_of(launcher_pid)
+    ours = stat_of(os.getpid())
     if launcher is None or ours is None:
         return launcher is not None or not os.path.exists("/proc/self")
     # Whoever launched us was there before us; ticks of 10 ms do, since an interpreter takes longer to start.
-    return launcher[0] not in "ZX" and launcher[1] < ours[1]
-
-
-def _stat(pid: int) -> tuple[str, int] | None:
-    """Return a process's state and the tick at which it started; None when it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return fields[0].decode(), int(fields[19])
+    return launcher.is_alive and launcher.started < ours.started

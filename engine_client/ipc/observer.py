@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from engine_client.ipc.counters import Reading
+from engine_client.ipc.processes import stat_of
 from engine_client.ipc.status_page import EngineState, EngineStatus, StatusReader
 
 __all__ = ["RunningEngine", "running_engines"]
@@ -106,11 +107,11 @@ def _open_page(path: str, key: tuple[int, int], pages: dict[tuple[int, int], Sta
 
 def _describe(page: StatusReader) -> RunningEngine:
     pid, now = page.pid, time.monotonic()
-    state, parent = _state_and_parent(pid)
-    condition = _condition(page.snapshot(), now, is_alive=state not in ("", "Z", "X"))
-    memory = int((_fields(f"/proc/{pid}/statm") or ["0", "0"])[1]) * os.sysconf("SC_PAGE_SIZE")
+    stat = stat_of(pid)
+    condition = _condition(page.snapshot(), now, is_alive=stat is not None and stat.is_alive)
     status = replace(page.snapshot(), condition=condition)
-    return RunningEngine(status, page.counters.read(), pid, parent, memory, now - page.started_at)
+    parent = stat.parent if stat is not None else 0
+    return RunningEngine(status, page.counters.read(), pid, parent, _memory(pid), now - page.started_at)
 
 
 def _condition(status: EngineStatus, now: float, *, is_alive: bool) -> str:
@@ -124,14 +125,8 @@ def _condition(status: EngineStatus, now: float, *, is_alive: bool) -> str:
     return "sleeping" if status.is_sleeping else "paused" if status.is_paused else "ready"
 
 
-def _state_and_parent(pid: int) -> tuple[str, int]:
-    """Return the letter of a process's state, and its parent; nothing of one that is gone."""
-    fields = _fields(f"/proc/{pid}/stat", behind=")")
-    return (fields[0], int(fields[1])) if fields else ("", 0)
-
-
-def _fields(path: str, behind: str = "") -> list[str]:
-    with suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
-        text = file.read()
-        return (text.rpartition(behind)[2] if behind else text).split()
-    return []
+def _memory(pid: int) -> int:
+    """Return how many bytes a process has in memory; 0 when it is gone."""
+    with suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0

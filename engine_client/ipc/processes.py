@@ -16,12 +16,22 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     import psutil
 
-__all__ = ["Descendant", "children_of_this_process", "descendants", "find_descendant", "memory_hint", "vitals"]
+__all__ = [
+    "Descendant",
+    "Stat",
+    "children_of_this_process",
+    "descendants",
+    "find_descendant",
+    "is_stopped",
+    "memory_hint",
+    "stat_of",
+    "vitals",
+]
 
 _UNLIMITED: Final = 1 << 60
 """Bytes from which on a limit is none: the old cgroups write the largest number of pages for it."""
@@ -133,6 +143,36 @@ def _has_children(pid: int) -> bool | None:
     except OSError:  # no /proc, a kernel without this file, or the process is gone
         return None
     return False
+
+
+class Stat(NamedTuple):
+    """What Linux says of a process in ``/proc/<pid>/stat`` (``man 5 proc``)."""
+
+    state: str  # one letter: R runs, S sleeps, T is stopped, t is held by a debugger, Z has ended, ...
+    parent: int
+    started: int  # clock ticks since the machine's start
+
+    @property
+    def is_alive(self) -> bool:
+        """Tell whether it has not ended; a zombie has."""
+        return self.state not in "ZX"
+
+
+def stat_of(pid: int, proc: str | os.PathLike[str] = "/proc") -> Stat | None:
+    """Return a process's state, parent and start; None when it is gone, or where there is no ``proc``."""
+    try:
+        with open(os.path.join(proc, str(pid), "stat"), "rb") as file:
+            # The name, in parentheses, may hold anything; behind the last one are state, parent, ...
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return Stat(fields[0].decode("ascii"), int(fields[1]), int(fields[19])) if len(fields) > 19 else None
+
+
+def is_stopped(pid: int) -> bool:
+    """Tell whether a process is stopped, so that it can do nothing."""
+    stat = stat_of(pid)
+    return stat is not None and stat.state in "Tt"
 
 
 def vitals(pid: int) -> tuple[int | None, float | None]:

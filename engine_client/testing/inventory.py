@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from engine_client.ipc.processes import stat_of
+
 __all__ = [
     "NAME_PREFIXES",
     "Inventory",
@@ -55,23 +57,6 @@ class ProcessKey(NamedTuple):
     started: int  # clock ticks since the machine's start
 
 
-class _Stat(NamedTuple):
-    key: ProcessKey
-    parent: int
-    state: str
-
-
-def _read_stat(pid: int) -> _Stat | None:
-    """Return what ``/proc/<pid>/stat`` says, or None when the process is gone."""
-    try:
-        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
-    except OSError:
-        return None
-    # The name, in parentheses, may hold anything; the fields after the last one are state, parent, ...
-    values = text[text.rindex(")") + 2 :].split()
-    return _Stat(ProcessKey(pid, int(values[19])), int(values[1]), values[0])
-
-
 def _all_pids() -> set[int]:
     try:
         return {int(name) for name in os.listdir(_PROC) if name.isdecimal()}
@@ -99,8 +84,8 @@ def _multiprocessing_daemons() -> tuple[set[int], set[int]]:
 
 def key_of(pid: int) -> ProcessKey | None:
     """Return the identity of the process that has this number now, or None."""
-    stat = _read_stat(pid)
-    return None if stat is None else stat.key
+    stat = stat_of(pid, _PROC)
+    return None if stat is None else ProcessKey(pid, stat.started)
 
 
 def is_running(key: ProcessKey) -> bool:
@@ -145,14 +130,14 @@ def _listed_children(parent: int) -> set[int]:
 
 def _searched_children(parent: int) -> set[int]:
     """Do the same where the kernel keeps no lists: look at every process."""
-    stats = map(_read_stat, _all_pids())
-    return {stat.key.pid for stat in stats if stat is not None and stat.parent == parent}
+    stats = {pid: stat_of(pid, _PROC) for pid in _all_pids()}
+    return {pid for pid, stat in stats.items() if stat is not None and stat.parent == parent}
 
 
 def describe_process(key: ProcessKey) -> str:
     """Return number, state and command line, for a message."""
-    stat = _read_stat(key.pid)
-    if stat is None or stat.key != key:
+    stat = stat_of(key.pid, _PROC)
+    if stat is None or stat.started != key.started:
         return f"process {key.pid} (gone meanwhile)"
     try:
         arguments = (_PROC / str(key.pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")

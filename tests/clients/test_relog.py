@@ -51,3 +51,27 @@ def test_without_the_option_nothing_is_sent(caplog: pytest.LogCaptureFixture) ->
         client.collective_rpc("talk")
         client.check_health()
     assert "talks" not in caplog.text
+
+
+def test_a_handler_that_fails_is_no_fault_of_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """What a handler of the program raises ends no engine, and is told; one that fails on that, too, likewise."""
+    options = ClientOptions(forward_logs=logging.WARNING)
+    logger = logging.getLogger("my.executor")
+    with EngineCoreClient.make_client(True, False, EngineConfig(), Talking, False, options=options) as client:
+
+        def fail(record: logging.LogRecord) -> bool:
+            raise RuntimeError("a broken filter")
+
+        logger.addFilter(fail)
+        try:
+            client.collective_rpc("talk")
+            eventually(lambda: "a broken filter" in caplog.text, DEADLOCK)
+            logging.getLogger("engine_client").addFilter(fail)
+            logging.getLogger("engine_client.clients.relog").addFilter(fail)
+            client.collective_rpc("talk")
+            client.check_health()
+        finally:
+            for name in ("my.executor", "engine_client", "engine_client.clients.relog"):
+                logging.getLogger(name).removeFilter(fail)
+        client.collective_rpc("talk")
+        eventually(lambda: "talks" in caplog.text, DEADLOCK)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from engine_client import EngineStalledError
-from engine_client.clients.stalls import StallWatch, is_stopped, judge, record_stacks
+from engine_client.clients.stalls import StallWatch, judge, record_stacks
+from engine_client.ipc.processes import is_stopped
 from engine_client.ipc.status_page import EngineStatus
 from engine_client.protocol.frames import Kind
 from helpers.peers import played_engine
@@ -90,8 +91,3 @@ def test_an_engine_that_cannot_be_asked_is_not_waited_for() -> None:
         record_stacks(peer.link)
         assert time.monotonic() - began < 0.4
         assert peer.link.read_stacks() == ""
-
-
-def test_a_process_that_is_gone_is_not_stopped() -> None:
-    """Nor one whose number nobody has."""
-    assert not is_stopped(2**22 + 1)

@@ -19,7 +19,7 @@ import pytest
 
 from engine_client.engine import lifeline
 from engine_client.engine.lifeline import Lifeline
-from engine_client.ipc.processes import Descendant
+from engine_client.ipc.processes import Descendant, Stat
 from engine_client.testing.inventory import marked_processes
 from helpers.launched import started
 from helpers.procs import key_of, run_script, script_environment, wait_gone
@@ -378,8 +378,8 @@ def test_the_kernel_may_refuse(pipe, monkeypatch):
 
 def test_a_launcher_is_known_by_its_start(monkeypatch):
     """Whoever has the launcher's pid counts as the launcher only if it is our parent, or was there before us."""
-    stats = {1: ("S", 10), 2: ("S", 30), 3: ("Z", 10), os.getpid(): ("R", 20)}
-    monkeypatch.setattr(lifeline, "_stat", stats.get)
+    stats = {1: Stat("S", 0, 10), 2: Stat("S", 1, 30), 3: Stat("Z", 1, 10), os.getpid(): Stat("R", 1, 20)}
+    monkeypatch.setattr(lifeline, "stat_of", stats.get)
     assert lifeline.is_launcher_alive(os.getppid())
     assert lifeline.is_launcher_alive(1)
     assert not lifeline.is_launcher_alive(2)  # started after us: the pid was used again

@@ -17,7 +17,9 @@ from engine_client.ipc.processes import (
     children_of_this_process,
     descendants,
     find_descendant,
+    is_stopped,
     memory_hint,
+    stat_of,
 )
 from helpers.procs import run_script
 from helpers.timing import DEADLOCK, eventually
@@ -117,6 +119,25 @@ def test_one_that_vanishes_while_looked_at(monkeypatch):
     monkeypatch.setattr(psutil.Process, "kill", gone)
     assert not found.is_running()
     found.kill()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
+def test_what_the_system_says_of_a_process(tmp_path):
+    """State, parent and start, whatever a process calls itself; nothing of one that is gone."""
+    name = tmp_path / "a) R 1 ("
+    name.symlink_to("/bin/sleep")
+    with subprocess.Popen([str(name), "60"]) as child:
+        stat = stat_of(child.pid)
+        assert (stat.parent, stat.is_alive) == (os.getpid(), True)
+        assert stat.started >= stat_of(os.getpid()).started
+        assert not is_stopped(child.pid)
+        child.send_signal(signal.SIGSTOP)
+        eventually(lambda: is_stopped(child.pid), DEADLOCK)
+        child.kill()
+        eventually(lambda: not stat_of(child.pid).is_alive, DEADLOCK)  # a zombie until it is waited for
+        child.wait()
+        assert stat_of(child.pid) is None
+        assert not is_stopped(child.pid)
 
 
 def test_a_recorded_process_is_found_again(monkeypatch):
