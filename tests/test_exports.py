@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import engine_client
-from helpers.tree import MODULES, PACKAGE, parse
+from helpers.tree import MODULES, PACKAGE, TESTS, parse
 
 NAMES = sorted(engine_client.__all__)
 
@@ -109,3 +110,13 @@ def test_the_wheel_is_what_is_tested():
     command = [sys.executable, "-c", "import engine_client; print(engine_client.__file__)"]
     child = subprocess.run(command, cwd="/", capture_output=True, text=True, check=True)
     assert child.stdout.strip() == engine_client.__file__
+
+
+def test_the_documentation_has_every_name():
+    """The page of the API has each public name once, and nothing that is gone."""
+    page = (TESTS.parent / "docs" / "api.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\.\. auto(?:class|function|data):: (\S+)$", page, re.MULTILINE)
+    for module in re.findall(r"^\.\. automodule:: (\S+)\n   :members:$", page, re.MULTILINE):
+        shown += importlib.import_module(module).__all__
+    ours = [name for name in shown if not name.startswith("engine_client.testing.")]
+    assert sorted(ours) == NAMES

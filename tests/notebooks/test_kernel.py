@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -244,6 +245,32 @@ def test_the_card(notebook: Notebook) -> None:
     notebook.run("client.shutdown(); " + MAKE + "; client.shutdown()").check()
     assert ">closed<" in notebook.run("client").html
     assert "in this process" in notebook.run("InprocClient(EngineConfig(), Counter, False)").html
+
+
+LOADING = """
+from engine_client import ProgressBar, report_progress
+
+class Loading(Counter):
+    def __init__(self, vllm_config):
+        super().__init__(vllm_config)
+        for done in range(11):
+            report_progress("loading weights", done, 10)
+            time.sleep(0.15)
+
+options = ClientOptions(on_progress=ProgressBar())
+client = SyncMPClient(EngineConfig(), Loading, False, options=options)
+"""
+
+
+def test_a_bar_under_the_cell(notebook: Notebook) -> None:
+    """A start is shown as it goes, by phases, and the bar is gone when the engine is ready."""
+    cell = notebook.run(LOADING).check()
+    shown = [line.strip() for line in cell.text.split("\r")]
+    percents = [int(found[1]) for line in shown if (found := re.match(r"loading weights: +(\d+)%", line))]
+    assert len(set(percents)) > 3
+    assert percents == sorted(percents)
+    assert shown[-1] == ""
+    assert notebook.run(WORKS).result == "[3, 4, 5]"
 
 
 def test_reusing_the_engine(notebook: Notebook) -> None:
