@@ -160,7 +160,7 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
     "bench": {
         "charts": {"results", "workloads"},
         "growth": {"loops", "stub"},
-        "ours": {"growth", "stub"},
+        "ours": {"floor", "growth", "stub"},
         "peer_zmq": {"zmq_engine"},
         "plot": {"charts", "machine", "results"},
         "rounds": {"machine", "results", "sides", "workloads"},
@@ -243,7 +243,7 @@ HEAVY = {
     "faulthandler": {"testing.leaks"},
     "inspect": set(),
     "multiprocessing": set(),
-    "subprocess": {"bench.peer_zmq", "bench.sides"},
+    "subprocess": {"bench.floor", "bench.peer_zmq", "bench.sides"},
     "tempfile": {"bench.peer_zmq", "bench.sides", "testing.leaks"},
     "traceback": {"bench.driver"},
 }

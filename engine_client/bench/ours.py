@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from importlib.util import find_spec
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 from engine_client import (
     AsyncMPClient,
@@ -19,7 +20,7 @@ from engine_client import (
     SyncMPClient,
     __version__,
 )
-from engine_client.bench import growth, stub
+from engine_client.bench import floor, growth, stub
 
 __all__ = ["Ours", "make_side"]
 
@@ -27,7 +28,7 @@ __all__ = ["Ours", "make_side"]
 class Ours:
     """Clients with an engine process of the stub core, and the workloads that only they have."""
 
-    kinds = growth.KINDS
+    kinds: Final = MappingProxyType({**floor.KINDS, **growth.KINDS})
 
     def __init__(self) -> None:
         self._numbers = next((name for name in ("torch", "numpy") if find_spec(name)), "")

@@ -95,6 +95,14 @@ def _latencies() -> list[Workload]:
 
 
 DEFAULT: Final = (
+    Workload(
+        "floor",
+        "floor",
+        (Figure("p50_us", "µs", "p50"), Figure("thread_us", "µs", "by a thread"), Figure("spin_us", "µs", "polling")),
+        {"times": 5000},
+        {"times": 200},
+        peer=False,
+    ),
     *_latencies(),
     *(_stream(batch, tokens) for batch, tokens in ((1, 5000), (64, 1000), (256, 400), (1024, 100))),
     Workload(

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from engine_client.bench import growth, life, loops
+from engine_client.bench import life, loops
+from engine_client.bench.ours import Ours
 from engine_client.bench.workloads import DEFAULT, GROWTH, WORKLOADS, choose, figures_of
 from helpers.tree import TESTS
 
@@ -27,7 +28,7 @@ def test_every_kind_can_be_run():
     """Each workload's function exists and takes its parameters, which are JSON; peers have those that they need."""
     for workload in WORKLOADS.values():
         everywhere = {**loops.KINDS, **life.KINDS}
-        function = everywhere[workload.kind] if workload.peer else growth.KINDS[workload.kind]
+        function = everywhere[workload.kind] if workload.peer else Ours.kinds[workload.kind]
         parameters = {**workload.parameters, **workload.quick}
         assert json.loads(json.dumps(parameters)) == parameters
         assert set(parameters) <= set(function.__code__.co_varnames[: function.__code__.co_argcount])
@@ -46,7 +47,7 @@ def test_choice():
     assert choose([], growth=True) == list(GROWTH)
     assert [workload.name for workload in choose(["death", "utility", "batch"])] == ["batch", "utility", "death"]
     assert [w.name for w in choose(["utility"], growth=True)] == [*(w.name for w in GROWTH), "utility"]
-    with pytest.raises(ValueError, match="there is no workload 'uttility'; there are utility, "):
+    with pytest.raises(ValueError, match="there is no workload 'uttility'; there are floor, utility, "):
         choose(["uttility"])
 
 
