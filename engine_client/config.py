@@ -145,7 +145,8 @@ class ClientOptions:
         backlog_limit: bytes queued in the engine for a front-end, beyond which the engine makes no more steps until
             some were read; a front-end that does not read at all is then cut off, if there are others.
         spin_us: microseconds for which an idle engine, and the client's reader while a caller waits, poll before they
-            sleep; 0 sleeps at once.  It buys latency with processor time, and wants a core for each side.
+            sleep; 0 sleeps at once.  It buys latency with processor time, and wants a core for each side.  None: half a
+            millisecond where the last waits, of callers for answers and of the engine for work, were all shorter.
         codec: ``"pickle"`` trusts the engines as parts of this program; ``"restricted"`` decodes of what they send only
             plain data, arrays, and types that are registered (``engine_client.register_type``), and is slower.
         engine_target: ``"module:function"`` that the engine process imports and runs.
@@ -176,7 +177,7 @@ class ClientOptions:
     arena_threshold: int = 64 * KIB
     high_water: int = 32 * MIB
     backlog_limit: int = 64 * MIB
-    spin_us: float = 0
+    spin_us: float | None = None
     codec: Literal["pickle", "restricted"] = "pickle"
     engine_target: str = "engine_client.engine.main:build_engine"
     on_engine_death: DeathPolicy = "shutdown"
@@ -192,8 +193,8 @@ class ClientOptions:
                 raise ValueError(f"{name} must be {', '.join(choices[:-1])} or {choices[-1]}, not {value!r}")
         for name in ("ready_timeout", "shutdown_timeout", "stall_timeout", "stall_limit", "spin_us", "restart_delay"):
             check_timeout(getattr(self, name), name)
-        if check_timeout(self.spin_us, "spin_us") in (None, math.inf):
-            raise ValueError(f"spin_us must be a number of microseconds, not {self.spin_us!r}")
+        if self.spin_us == math.inf:
+            raise ValueError("spin_us must be a number of microseconds, or None, not inf")
         if self.stall_limit == 0:
             raise ValueError("stall_limit must be more than zero seconds, or None for no limit")
         for name in ("arena_limit", "arena_threshold", "high_water", "backlog_limit", "restart_limit"):

@@ -24,11 +24,10 @@ from engine_client.clients.aio_streams import AsyncOutputStream, next_outputs
 from engine_client.clients.endings import OVER_TIMEOUT
 from engine_client.clients.events import EngineEvent
 from engine_client.clients.fan_out import LARGE_REPLY, FanOut
-from engine_client.clients.link import EngineLink
+from engine_client.clients.link import EngineLink, LinkGoneError
 from engine_client.clients.mailbox import Mailboxes
 from engine_client.clients.mp import MPClient
 from engine_client.clients.router import LinkClosedError
-from engine_client.clients.traffic import LinkGoneError
 from engine_client.clients.utilities import AsyncUtilities
 from engine_client.config import ClientOptions
 from engine_client.deadline import Deadline, check_timeout
@@ -153,6 +152,8 @@ class AsyncMPClient(AsyncUtilities, MPClient):
         self._session.refuse_copies()
         self._session.look_around()
         self._session.consumes()
+        if not self._session.outputs.has_news:
+            self._session.expect()
         return await next_outputs(self._session.outputs, self._mailboxes, deadline)
 
     def stream(self, request: EngineCoreRequest) -> AsyncOutputStream:
@@ -241,6 +242,7 @@ class AsyncMPClient(AsyncUtilities, MPClient):
         for link in await self._send(frame, partial(self._caller.place, fan_out, frame), fan_out.discard):
             await self._mailboxes.wait(link.over, OVER_TIMEOUT)
         self._caller.fail_lost(fan_out)
+        self._session.expect()
         return await self._values(fan_out, deadline)
 
     async def _values(self, fan_out: FanOut, deadline: Deadline) -> list[Any]:

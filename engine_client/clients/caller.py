@@ -12,8 +12,8 @@ from typing import Any
 
 from engine_client.clients.endings import closed_ending
 from engine_client.clients.fan_out import FanOut
-from engine_client.clients.link import EngineLink
-from engine_client.clients.traffic import LinkGoneError, Traffic
+from engine_client.clients.link import EngineLink, LinkGoneError
+from engine_client.clients.traffic import Traffic
 from engine_client.deadline import Deadline
 from engine_client.protocol.frames import Frame
 from engine_client.protocol.wire import encode_utility

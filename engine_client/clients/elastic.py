@@ -23,10 +23,9 @@ from typing import Final
 
 from engine_client.clients.caller import Caller
 from engine_client.clients.endings import Ending, name_and_text
-from engine_client.clients.link import EngineLink
+from engine_client.clients.link import EngineLink, LinkGoneError
 from engine_client.clients.session import Session
 from engine_client.clients.starter import Starter
-from engine_client.clients.traffic import LinkGoneError
 from engine_client.config import ready_timeout
 from engine_client.deadline import Deadline
 from engine_client.errors import EngineDeadError

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from engine_client.clients.endpoint import Endpoint, RankEnd
-from engine_client.clients.link import EngineLink
+from engine_client.clients.link import EngineLink, LinkGoneError
 from engine_client.clients.session import Session
-from engine_client.clients.traffic import LinkGoneError
 from engine_client.config import ClientOptions
 from engine_client.ipc.arena import MAX_PARTIES, ArenaReader, ArenaWriter
 from engine_client.ipc.channel import Channel

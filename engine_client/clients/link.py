@@ -18,7 +18,7 @@ from engine_client.ipc.stacks import FaultMemory
 from engine_client.ipc.status_page import StatusReader
 from engine_client.protocol.lifecycle import Lifecycle, State
 
-__all__ = ["STARTING", "EngineLink"]
+__all__ = ["STARTING", "EngineLink", "LinkGoneError"]
 
 STARTING: Final = "starting the process"
 """The phase before an engine's first message."""
@@ -109,3 +109,11 @@ class EngineLink:
         self.status.close()
         if isinstance(self.handle, ForeignHandle):
             self.handle.close()
+
+
+class LinkGoneError(Exception):
+    """An engine takes nothing any more; what to tell the caller is known once its death was dealt with."""
+
+    def __init__(self, link: EngineLink) -> None:
+        super().__init__(link.title)
+        self.link = link

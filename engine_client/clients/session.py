@@ -64,7 +64,7 @@ class Session(Membership):
         self.writer: ArenaWriter | None = None
         self.cancel_exit_hook: Callable[[], object] = lambda: None
         self._on_end = on_end
-        self._reader = ReaderThread(self, f"engine-client-reader-{os.getpid()}", options.spin_us / 1e6)
+        self._reader = ReaderThread(self, f"engine-client-reader-{os.getpid()}", options.spin_us)
         self._stalls = StallWatch(options.stall_limit, self._reader.look_at, self._die)
         self._released = Latch()
         self.is_guest = False  # the engines are another process's, which ends them

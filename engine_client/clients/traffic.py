@@ -29,7 +29,7 @@ from engine_client.clients.aborts import Aborts
 from engine_client.clients.calls import PendingCalls
 from engine_client.clients.endings import OVER_TIMEOUT, Ending, closed_ending, owner_of_fork
 from engine_client.clients.in_flight import InFlight, check_request
-from engine_client.clients.link import EngineLink
+from engine_client.clients.link import EngineLink, LinkGoneError
 from engine_client.clients.outputs import OutputQueue
 from engine_client.clients.room import Room
 from engine_client.clients.router import LinkClosedError, Router
@@ -45,17 +45,9 @@ from engine_client.protocol.exception_fields import text_of
 from engine_client.protocol.frames import Frame
 from engine_client.protocol.wire import encode_abort, encode_add
 
-__all__ = ["LinkGoneError", "Traffic"]
+__all__ = ["Traffic"]
 
 _log = logging.getLogger("engine_client.session")
-
-
-class LinkGoneError(Exception):
-    """An engine takes nothing any more; what to tell the caller is known once its death was dealt with."""
-
-    def __init__(self, link: EngineLink) -> None:
-        super().__init__(link.title)
-        self.link = link
 
 
 class Traffic:
@@ -86,6 +78,7 @@ class Traffic:
         self.aborts = Aborts(self.in_flight, self.streams, self._send_aborts)
         self.look_around: Callable[[], None] = lambda: None  # called at each batch: who of those who wait is gone?
         self._consumer = 0  # the thread that last asked for outputs
+        self._has_asked = False  # something was sent since anybody waited
         self._logged: set[str] = set()  # kinds of strange things that were logged once
         self._ended = Latch()
         self._ending: Ending | None = None
@@ -293,7 +286,9 @@ class Traffic:
 
     def expect(self) -> None:
         """Note that the calling thread is about to wait for what an engine sends."""
-        self._reader.expect()
+        has_asked, self._has_asked = self._has_asked, False
+        # Where more is under way, what comes next is seldom that answer, and threads that poll hold up those that work.
+        self._reader.expect(is_answer=has_asked and len(self.in_flight) + len(self.calls) <= 1)
 
     def put_back(self, taken: list[Any]) -> None:
         """Have the next ``get`` deliver what an interrupted one had in hand: other threads' requests may be in it."""
@@ -340,6 +335,7 @@ class Traffic:
     def _write(self, link: EngineLink, frame: Frame) -> None:
         try:
             is_done = link.channel.send(frame)
+            self._has_asked = True
             (self.room.wake if is_done else self._reader.wakeup)()  # the reader does not see what room this has made
         except BrokenPipeError:
             raise LinkGoneError(link) from None

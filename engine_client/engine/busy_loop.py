@@ -90,7 +90,7 @@ class BusyLoop:
         ensure_main: runs the client's main module in this process, for payloads that name its objects.
         look_around: called when the engine's code may have started processes, before anybody can know of them.
         pace: that of a rank in lock-step.
-        spin: seconds for which an idle engine polls before it sleeps.
+        spin_us: microseconds for which an idle engine polls before it sleeps; None: as long as that pays.
     """
 
     def __init__(  # noqa: PLR0913  # the engine's surroundings, most of them by name
@@ -104,9 +104,8 @@ class BusyLoop:
         ensure_main: Callable[[], None] = lambda: None,
         look_around: Callable[[], None] = lambda: None,
         pace: Pace | None = None,
-        spin: float = 0.0,
+        spin_us: float | None = 0.0,
     ) -> None:
-        self._spin = spin
         self.state = LoopState.RUNNING
         self.reason = ""
         self._engine = engine
@@ -128,7 +127,7 @@ class BusyLoop:
         self._failure: BaseException | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wakeup.fileno(), selectors.EVENT_READ)
-        self._gate = Gate(front_ends, self._selector, backlog_limit)
+        self._gate = Gate(front_ends, self._selector, backlog_limit, spin_us)
 
     def __repr__(self) -> str:
         return f"<BusyLoop {self.state.value} {self._gate!r}>"
@@ -194,13 +193,13 @@ class BusyLoop:
             self._has_run = False
             self._look_around()
         with self._pace.listening(self._selector):
-            self._wait(None, self._spin)
+            self._wait(None, is_idle=True)
 
-    def _wait(self, timeout: float | None, spin: float = 0.0) -> None:
+    def _wait(self, timeout: float | None, *, is_idle: bool = False) -> None:
         """Block until there is news, at most ``timeout`` seconds and as long as a shutdown may take."""
         limits = [limit for limit in (timeout, self._drain.remaining()) if limit is not None]
         self._status.waits()
-        if self._wakeup.fileno() in self._gate.wait(limits, spin):
+        if self._wakeup.fileno() in self._gate.wait(limits, is_idle=is_idle):
             self._wakeup.clear()
         self._status.busy()
 

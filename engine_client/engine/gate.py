@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from engine_client.engine.front_end import FrontEnd
-from engine_client.ipc.moderation import poll
+from engine_client.ipc.polling import Polling, poll
 from engine_client.protocol.frames import Frame
 from engine_client.protocol.wire import decode_text
 
@@ -31,12 +31,20 @@ class Gate:
         front_ends: by client index.
         selector: where their descriptors are registered; the caller's.
         backlog_limit: bytes that may wait for a front-end.
+        spin_us: microseconds for which an idle engine polls before it sleeps; None: as long as that pays.
     """
 
-    def __init__(self, front_ends: list[FrontEnd], selector: selectors.BaseSelector, backlog_limit: int) -> None:
+    def __init__(
+        self,
+        front_ends: list[FrontEnd],
+        selector: selectors.BaseSelector,
+        backlog_limit: int,
+        spin_us: float | None = 0.0,
+    ) -> None:
         self.front_ends = front_ends
         self._selector = selector
         self._backlog_limit = backlog_limit
+        self._polling = Polling(spin_us)
         self._connected = tuple(front_ends)
         self._poller = select.poll()  # asked in each step: a selector's own code would take three times as long
         for front_end in front_ends:
@@ -58,12 +66,12 @@ class Gate:
         descriptors = {descriptor for descriptor, _ in ready}
         return [front_end for front_end in self._connected if front_end.channel.fileno() in descriptors]
 
-    def wait(self, limits: list[float], spin: float = 0.0) -> list[int]:
+    def wait(self, limits: list[float], *, is_idle: bool = False) -> list[int]:
         """Block until something arrives or can be written, at most as long as the shortest limit (seconds).
 
         Args:
             limits: at the end of any of them the wait ends.
-            spin: seconds to poll before the thread sleeps.
+            is_idle: the engine has nothing to do, so the thread may poll before it sleeps.
 
         Returns:
             The descriptors that are ready.
@@ -72,7 +80,11 @@ class Gate:
             self._watch(front_end)
             if self._is_overdue(front_end):
                 limits.append(_STALL_LIMIT)
-        events = poll(self._selector, min([spin, *limits])) or self._selector.select(min(limits, default=None))
+        began = time.monotonic()
+        spin = min([self._polling.spin, *limits]) if is_idle else 0.0
+        events = poll(self._selector, spin) or self._selector.select(min(limits, default=None))
+        if is_idle:
+            self._polling.waited(time.monotonic() - began)
         return [key.fd for key, _ in events]
 
     def _watch(self, front_end: FrontEnd) -> None:

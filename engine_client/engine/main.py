@@ -241,7 +241,7 @@ class _Engine:
                 self.status,
                 shutdown_timeout=timeout,
                 backlog_limit=init.options["backlog_limit"],
-                spin=init.options["spin_us"] / 1e6,
+                spin_us=init.options["spin_us"],
                 ensure_main=lambda: ensure_main(init.main),
                 look_around=self.lifeline.look,
                 pace=None if self.member is None else LockStep(engine, self.member),

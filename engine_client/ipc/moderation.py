@@ -17,7 +17,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["Moderated", "poll"]
+from engine_client.ipc.polling import poll
+
+__all__ = ["Moderated"]
 
 _HARDLY_WAITED: Final = 30e-6
 """Seconds; a message there and back takes twice as long at least."""
@@ -63,15 +65,3 @@ class Moderated:
         events = self._selector.select(timeout)
         self._in_a_row = self._in_a_row + 1 if events and time.monotonic() - began < _HARDLY_WAITED else 0
         return events
-
-
-def poll(selector: selectors.BaseSelector, spin: float) -> list[tuple[selectors.SelectorKey, int]]:
-    """Look for events again and again, without sleeping, for so many seconds; return the first ones."""
-    if not spin:
-        return []
-    until = time.monotonic() + spin
-    while time.monotonic() < until:
-        events = selector.select(0)
-        if events:
-            return events
-    return []

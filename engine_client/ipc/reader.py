@@ -30,6 +30,7 @@ from typing import Any, Protocol
 from engine_client.deadline import Deadline
 from engine_client.ipc.channel import Channel
 from engine_client.ipc.moderation import Moderated
+from engine_client.ipc.polling import Polling
 from engine_client.ipc.wakeup import Wakeup
 from engine_client.protocol.frames import Frame
 
@@ -78,12 +79,14 @@ class ReaderThread:
     Args:
         handler: told of everything; it must not reference the client, which is to be collectable while this runs.
         name: of the thread.
-        spin: seconds for which the thread polls, and does not sleep, once somebody waits (``expect``).
+        spin_us: microseconds for which the thread polls, and does not sleep, once somebody waits (``expect``); None: as
+            long as that pays.
     """
 
-    def __init__(self, handler: ReaderHandler, name: str, spin: float = 0.0) -> None:
+    def __init__(self, handler: ReaderHandler, name: str, spin_us: float | None = 0.0) -> None:
         self._handler = handler
-        self._spin = spin
+        self._polling = Polling(spin_us)
+        self._expected_at = 0.0  # when somebody began to wait for what is not here yet
         self._spin_until = 0.0
         self._selector = selectors.DefaultSelector()  # reader thread only, once it runs
         try:
@@ -135,15 +138,22 @@ class ReaderThread:
         """Make the thread look for backlogs to flush."""
         self._wakeup.wakeup()
 
-    def expect(self) -> None:
+    def expect(self, *, is_answer: bool) -> None:
         """Have the thread poll for what comes next: the caller is about to wait for it, and does nothing else.
+
+        Args:
+            is_answer: something was sent since the last wait.  A stream, which comes by itself, is not polled for, but
+                where that is asked for: it wakes the thread for many tokens at once.
 
         While the caller runs, or another thread, this one cannot poll: they would take turns in the interpreter, and
         its lock is handed over in milliseconds.  So it begins when somebody waits, and ends with the first frame.
         """
-        if self._spin:
-            self._spin_until = time.monotonic() + self._spin
-            self._wakeup.wakeup()
+        polling = self._polling
+        if is_answer or polling.is_fixed:
+            self._expected_at = now = time.monotonic()
+            if polling.spin:
+                self._spin_until = now + polling.spin
+                self._wakeup.wakeup()
 
     def is_alive(self) -> bool:
         """Tell whether the thread runs."""
@@ -269,6 +279,9 @@ class ReaderThread:
         frames = channel.receive()
         if frames:
             self._spin_until = 0.0
+            if self._expected_at:
+                self._polling.waited(time.monotonic() - self._expected_at)
+                self._expected_at = 0.0
             self._handler.on_frames(rank, frames)
         if channel.ended and rank in self._channels:
             self._selector.unregister(channel.fileno())

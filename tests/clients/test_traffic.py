@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import threading
@@ -27,8 +28,9 @@ from engine_client.messages import EngineCoreOutput, EngineCoreOutputs
 from engine_client.protocol.batch import encode_outputs
 from engine_client.protocol.frames import Frame, Kind
 from engine_client.protocol.wire import decode_abort, encode_reply, encode_utility
+from engine_client.testing.scripted import Script
 from helpers.calls import call, played_session, received
-from helpers.clients import make_request
+from helpers.clients import collect, make_request, reader_of, scripted_client
 from helpers.peers import Peer
 from helpers.pipes import hold_reader
 from helpers.timing import DEADLOCK, eventually, took_at_most
@@ -437,3 +439,47 @@ def test_without_any_rank_left_requests_are_refused() -> None:
             with pytest.raises(EngineDeadError, match="SIGKILL"):
                 s.add(make_request("a"))
             assert s.state == state
+
+
+def told(client: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list that gets, of each wait that the reader is told of, whether it is for an answer."""
+    found: list[bool] = []
+    monkeypatch.setattr(reader_of(client), "expect", lambda *, is_answer: found.append(is_answer))
+    return found
+
+
+def test_who_asks_and_waits_for_the_answer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If nothing else is under way; what comes by itself, as further tokens do, is no answer."""
+    with scripted_client(Script(step_seconds=0.1)) as client:
+        found = told(client, monkeypatch)
+        client.call_utility("echo", 1)
+        client.add_request(make_request("a", 3))
+        client.get_output()
+        client.get_output()
+        client.call_utility("echo", 2)
+        assert found == [True, True, False, False]
+        client.get_output()
+        found.clear()
+        client.add_request(make_request("b", 1))
+        client.add_request(make_request("c", 1))
+        collect(client, 2)
+        assert not any(found)
+        found.clear()
+        with client.stream(make_request("d", 2)) as stream:
+            assert len(list(stream)) == 2
+        assert found == [True, False]
+
+
+def test_a_coroutine_that_waits_for_an_answer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a blocking caller does."""
+
+    async def use(client: Any, found: list[bool]) -> None:
+        await client.add_request_async(make_request("a", 2))
+        await client.get_output_async()
+        await client.get_output_async()
+        assert found == [True, False]
+        assert await client.call_utility_async("echo", 1) == 1
+        assert found == [True, False, True]
+
+    with scripted_client(Script(step_seconds=0.1), colour="async") as client:
+        asyncio.run(use(client, told(client, monkeypatch)))

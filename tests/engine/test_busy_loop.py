@@ -383,8 +383,8 @@ def test_a_signal_handler_may_ask_for_the_end() -> None:
 
 
 def test_an_idle_engine_polls_for_a_while_and_then_sleeps() -> None:
-    """With ``spin`` it looks again and again before it blocks; what comes meanwhile is served."""
-    with rig(spin=0.02) as r:
+    """With ``spin_us`` it looks again and again before it blocks; what comes meanwhile is served."""
+    with rig(spin_us=20_000) as r:
         selector = r.loop._selector  # noqa: SLF001
         timeouts: list[float | None] = []
         select = selector.select

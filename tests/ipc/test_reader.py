@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from engine_client.deadline import Deadline
+from engine_client.ipc import polling
 from engine_client.ipc.channel import Channel
 from engine_client.ipc.reader import ReaderThread
 from engine_client.protocol.frames import Frame, Kind
@@ -68,13 +69,13 @@ class Recorder:
 
 @contextmanager
 def running(
-    sentinel: int | None = None, spin: float = 0.0
+    sentinel: int | None = None, spin_us: float | None = 0.0
 ) -> Iterator[tuple[ReaderThread, Recorder, Channel, Channel]]:
     """A reader of one channel, and that channel's other end."""
     left, right = socket.socketpair()
     ours, theirs = Channel(left.detach(), name="theirs"), Channel(right.detach(), name="ours")
     recorder = Recorder()
-    reader = ReaderThread(recorder, "test-reader", spin)
+    reader = ReaderThread(recorder, "test-reader", spin_us)
     reader.add(0, ours, sentinel)
     assert "not running" in repr(reader)
     reader.start()
@@ -282,9 +283,9 @@ def watch(reader: ReaderThread, monkeypatch: pytest.MonkeyPatch) -> list[float |
 
 def test_a_reader_polls_while_somebody_expects_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     """From ``expect`` to the next frame, or to the end of the time; before and after it sleeps."""
-    with running(spin=DEADLOCK) as (reader, recorder, _, theirs):
+    with running(spin_us=DEADLOCK * 1e6) as (reader, recorder, _, theirs):
         timeouts = watch(reader, monkeypatch)
-        reader.expect()
+        reader.expect(is_answer=False)
         eventually(lambda: timeouts.count(0) > 100, DEADLOCK)
         theirs.send(frame(b"one"))
         recorder.wait_for("frames", 0, [b"one"])
@@ -293,7 +294,32 @@ def test_a_reader_polls_while_somebody_expects_a_frame(monkeypatch: pytest.Monke
         theirs.send(frame(b"two"))
         recorder.wait_for("frames", 0, [b"two"])
         assert timeouts.count(0) == polls
-    with running(spin=0.01) as (reader, _, _, _):
+    with running(spin_us=10_000) as (reader, _, _, _):
         timeouts = watch(reader, monkeypatch)
-        reader.expect()
+        reader.expect(is_answer=True)
         eventually(lambda: timeouts and timeouts[-1] is None, DEADLOCK)
+
+
+def test_answers_that_come_quickly_are_polled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some in a row, without being told to; a stream is not, and neither is what takes long."""
+    monkeypatch.setattr(polling, "_SHORT", DEADLOCK)
+    with running(spin_us=None) as (reader, recorder, _, theirs):
+        timeouts = watch(reader, monkeypatch)
+
+        def exchange(*, is_answer: bool) -> int:
+            before = timeouts.count(0)
+            reader.expect(is_answer=is_answer)
+            if reader._polling.spin and is_answer:  # noqa: SLF001
+                eventually(lambda: timeouts.count(0) > before, DEADLOCK)
+            theirs.send(frame(b"word"))
+            recorder.wait_for("frames", 0, [b"word"])
+            recorder.events.clear()
+            eventually(lambda: timeouts[-1] is None, DEADLOCK)
+            return timeouts.count(0) - before
+
+        assert [exchange(is_answer=True) for _ in range(3)] == [0, 0, 0]
+        assert exchange(is_answer=True) > 0
+        assert exchange(is_answer=False) == 0
+        monkeypatch.setattr(polling, "_SHORT", 0.0)
+        assert exchange(is_answer=True) > 0  # as was decided before
+        assert exchange(is_answer=True) == 0
