@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import zlib
@@ -63,6 +64,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mine = [zlib.crc32(item.nodeid.encode()) % parts == part - 1 for item in items]
     config.hook.pytest_deselected(items=[item for item, keep in zip(items, mine, strict=True) if not keep])
     items[:] = [item for item, keep in zip(items, mine, strict=True) if keep]
+
+
+def pytest_collection_finish() -> None:
+    """Leave the thousands of collected tests out of every garbage collection; many tests make some."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

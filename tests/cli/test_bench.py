@@ -77,7 +77,7 @@ def test_plot(figures: dict[str, Measured], monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["nonsense"], "there is no workload 'nonsense'; there are utility, "),
+        (["nonsense"], "there is no workload 'nonsense'; there are floor, utility, "),
         (["--plot", "x.gif"], "--plot draws FILE.svg or FILE.png, not x.gif"),
         (["--from", "/no/file"], "/no/file: No such file or directory"),
         (["utility", "--peer", "/no/python"], "vllm: /no/python: No such file or directory"),

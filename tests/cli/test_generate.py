@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from engine_client import progress
 from engine_client.cli.main import main
 from engine_client.executors.corpus import default_corpus
 from helpers.procs import run_script
@@ -308,6 +309,7 @@ def test_many_prompts_show_how_far_they_are(run, monkeypatch: pytest.MonkeyPatch
     """A bar counts the prompts that are done, tells tokens a second and the time left; texts stay whole beside it."""
     expected = run("-n", "300", "the d", "the r", "the c")[1]
     with monkeypatch.context() as patch:
+        patch.setattr(progress, "_INTERVAL", 0.0)  # however quick the machine is
         patch.setattr(sys, "stdout", Terminal())
         patch.setattr(sys, "stderr", Terminal())
         run("-n", "300", "the d", "the r", "the c")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 from engine_client.testing.inventory import key_of, marked_processes
 from helpers.clients import collect, make_request, pid_of, scripted_client
 from helpers.forks import LOCKS, check_serves, in_fork, refuse_all
+from helpers.interrupts import act_everywhere
 from helpers.procs import run_script, script_environment
 from helpers.scenes import METHODS, told
 from helpers.timing import DEADLOCK, eventually
@@ -251,6 +253,29 @@ def test_bc53_forked_again_and_again_while_threads_send(count: int, colour: str)
                 thread.join()
         assert not errors, errors
         check_serves(client, pid)
+
+
+OPERATIONS: dict[str, Callable[[Any], Any]] = {
+    "call_utility": lambda client: client.call_utility("echo", 1),
+    "add_request and get_output": lambda client: (client.add_request(make_request("a", 1)), collect(client, 1)),
+    "stream": lambda client: list(client.stream(make_request("a", 1))),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["call_utility", *(pytest.param(n, marks=pytest.mark.full) for n in list(OPERATIONS)[1:])]
+)
+def test_bc53_forked_at_every_point_of_a_call(name: str) -> None:
+    """Wherever the thread is in the library when it forks, the copy refuses and ends, and the call goes on."""
+    with scripted_client() as client:
+        owner, pid = os.getpid(), pid_of(client)
+        points = act_everywhere(
+            lambda: OPERATIONS[name](client),
+            lambda: in_fork(lambda: refuse_all(client, owner)),
+        )
+        assert points > 20
+        check_serves(client, pid, 3)
 
 
 def test_bc53_a_copy_holds_nothing_of_its_owner() -> None:

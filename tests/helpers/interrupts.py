@@ -19,17 +19,25 @@ from typing import Any
 
 import engine_client
 
-__all__ = ["interrupt_at", "interrupt_everywhere"]
+__all__ = ["act_everywhere", "interrupt_at", "interrupt_everywhere"]
 
 _PACKAGE = str(Path(engine_client.__file__).parent)
 _TOOL = 4  # of sys.monitoring; not taken by debuggers, coverage, profilers or optimizers
 
 
-class _Interrupter:
-    """Raises at the n-th point inside of the package, ``testing`` apart; the second time, ``gap`` points later."""
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
-    def __init__(self, number: int, gap: int) -> None:
+
+class _Interrupter:
+    """Raises at the n-th point inside of the package, ``testing`` apart; the second time, ``gap`` points later.
+
+    Or it does something else there: ``act``.
+    """
+
+    def __init__(self, number: int, gap: int = 0, act: Callable[[], object] = _interrupt) -> None:
         self.waits = [number, gap] if gap else [number]
+        self.act = act
         self.where: list[str] = []
         self.thread = get_ident()
 
@@ -41,7 +49,7 @@ class _Interrupter:
         if self.waits[0] <= 0:
             del self.waits[0]
             self.where.append(f"{Path(name).name}: {code.co_name}, {what}")
-            raise KeyboardInterrupt
+            self.act()
 
 
 @contextmanager
@@ -129,3 +137,20 @@ def interrupt_everywhere(
             check(where)
         except AssertionError as error:
             raise AssertionError(f"after an interrupt at point {number}, {where}: {error}") from error
+
+
+def act_everywhere(operation: Callable[[], Any], act: Callable[[], object]) -> int:
+    """Do something in the middle of an operation, at every point that it has, one after the other; return their number.
+
+    Args:
+        operation: takes the same way each time.
+        act: called on the thread that is inside of the operation, which then goes on.
+    """
+    number = 0
+    while True:
+        number += 1
+        acted = _Interrupter(number, act=act)
+        with _watching(acted):
+            operation()
+        if not acted.where:
+            return number - 1
