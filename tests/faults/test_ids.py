@@ -105,11 +105,11 @@ def test_bc22_aborts_of_whatever_is_not_there(kind: str) -> None:
     """Aborts of ids never added, finished, doubled, strange or many: the other requests get all of their tokens."""
     names = [f"r{n}" for n in range(NUMBER)]
     with served(kind) as (client, reader):
+        gone = names[:10]
         client.add_request(request("short", 1))
         for name in names:
-            client.add_request(request(name))
+            client.add_request(request(name, 4000 if name in gone else LENGTH))  # not over before it is aborted
         reader.read_until(["short"])
-        gone = names[:10]
         strange: list[Any] = [
             ["never added"],
             ["short"],
