@@ -22,7 +22,7 @@ __all__ = ["KINDS"]
 
 _ECHO: Final = """
 import os, sys
-os.set_blocking(0, len(sys.argv) < 2)
+os.set_blocking(0, len(sys.argv) < 2)  # with an argument it polls
 while True:
     try:
         data = os.read(0, 64)
@@ -33,6 +33,8 @@ while True:
     os.write(1, data)
 """
 _WARM_UP: Final = 20
+_PATIENCE: Final = 5.0
+"""Seconds for one round trip."""
 
 
 def floor(side: Any, times: int) -> dict[str, float]:
@@ -55,10 +57,14 @@ def _by_a_thread(times: int) -> float:
             while os.read(back, 64):
                 arrived.release()
 
+        def wait() -> None:
+            if not arrived.acquire(timeout=_PATIENCE):
+                raise RuntimeError("the process that sends every byte back has ended")
+
         reader = threading.Thread(target=read, name="FloorReader")
         reader.start()
         try:
-            return _median(times, there, arrived.acquire)
+            return _median(times, there, wait)
         finally:
             process.kill()  # the end of what the reader reads
             reader.join()

@@ -125,6 +125,8 @@ class AsyncOutputStream(StreamState):
         try:
             await self._begin()
             while not self._is_over:
+                if not self._queue.has_news:
+                    self._owner.expect()
                 outputs = await next_outputs(self._queue, client._mailboxes, deadline)  # noqa: SLF001  # its own part
                 if outputs.outputs:
                     return self._note(outputs.outputs[0])

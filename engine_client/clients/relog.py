@@ -31,4 +31,4 @@ def relog(link: EngineLink, frame: Frame) -> None:
         logging.getLogger(name).log(level, "(EngineCore_DP%d pid=%d) %s", link.rank, link.pid, text)
     except Exception:  # noqa: BLE001  # theirs, whatever it is
         with suppress(Exception):  # the same handler, on this record
-            _log.exception("a handler or filter of this program failed on a record of %s", link.title)
+            _log.exception("a handler or filter of %r failed on what %s has logged: %s", name, link.title, text)

@@ -78,7 +78,7 @@ class Traffic:
         self.aborts = Aborts(self.in_flight, self.streams, self._send_aborts)
         self.look_around: Callable[[], None] = lambda: None  # called at each batch: who of those who wait is gone?
         self._consumer = 0  # the thread that last asked for outputs
-        self._has_asked = False  # something was sent since anybody waited
+        self._is_fresh = False  # of the last request that was sent nothing has come yet
         self._logged: set[str] = set()  # kinds of strange things that were logged once
         self._ended = Latch()
         self._ending: Ending | None = None
@@ -188,6 +188,7 @@ class Traffic:
                 self.streams.add(key, stream)
             self.in_flight.add(request.request_id, key, link.rank, owner)
             self.router.ensure_open(link)
+            self._is_fresh = True
             self.send(link, frame or self.encode(key, request, prompt))
         except Exception:
             self.in_flight.discard(key)
@@ -286,9 +287,10 @@ class Traffic:
 
     def expect(self) -> None:
         """Note that the calling thread is about to wait for what an engine sends."""
-        has_asked, self._has_asked = self._has_asked, False
+        under_way = len(self.in_flight) + len(self.calls)
         # Where more is under way, what comes next is seldom that answer, and threads that poll hold up those that work.
-        self._reader.expect(is_answer=has_asked and len(self.in_flight) + len(self.calls) <= 1)
+        if under_way:
+            self._reader.expect(is_answer=under_way == 1 and bool(self._is_fresh or self.calls))
 
     def put_back(self, taken: list[Any]) -> None:
         """Have the next ``get`` deliver what an interrupted one had in hand: other threads' requests may be in it."""
@@ -335,7 +337,6 @@ class Traffic:
     def _write(self, link: EngineLink, frame: Frame) -> None:
         try:
             is_done = link.channel.send(frame)
-            self._has_asked = True
             (self.room.wake if is_done else self._reader.wakeup)()  # the reader does not see what room this has made
         except BrokenPipeError:
             raise LinkGoneError(link) from None
@@ -375,6 +376,7 @@ class Traffic:
         Raises:
             Exception: not even the keys can be decoded.
         """
+        self._is_fresh = False
         columns = decode_columns(frame)
         link.meter.add(len(columns.tokens), columns.timestamp)
         if columns.strays:

@@ -193,7 +193,7 @@ class BusyLoop:
             self._has_run = False
             self._look_around()
         with self._pace.listening(self._selector):
-            self._wait(None, is_idle=True)
+            self._wait(None, is_idle=not self._engine.has_work())
 
     def _wait(self, timeout: float | None, *, is_idle: bool = False) -> None:
         """Block until there is news, at most ``timeout`` seconds and as long as a shutdown may take."""

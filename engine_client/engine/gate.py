@@ -82,7 +82,8 @@ class Gate:
                 limits.append(_STALL_LIMIT)
         began = time.monotonic()
         spin = min([self._polling.spin, *limits]) if is_idle else 0.0
-        events = poll(self._selector, spin) or self._selector.select(min(limits, default=None))
+        limit = min(limits) - spin if limits else None
+        events = poll(self._selector, spin) or self._selector.select(limit)
         if is_idle:
             self._polling.waited(time.monotonic() - began)
         return [key.fd for key, _ in events]

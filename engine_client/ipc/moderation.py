@@ -56,9 +56,13 @@ class Moderated:
             timeout: seconds; None waits until there are some.
             spin: seconds to poll for them before the thread sleeps.
         """
-        events = poll(self._selector, spin if timeout is None else min(spin, timeout))
-        if events:
-            return events
+        if spin:  # a quick exchange, and no stream: also the waits that its beginning has ended were no short ones
+            self._in_a_row = 0
+            spin = spin if timeout is None else min(spin, timeout)
+            events = poll(self._selector, spin)
+            if events:
+                return events
+            timeout = None if timeout is None else timeout - spin
         if self._in_a_row >= _MOST_IN_A_ROW:
             time.sleep(_NAP if self._is_awaited() else _LONG_NAP)
         began = time.monotonic()

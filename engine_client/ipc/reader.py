@@ -139,11 +139,11 @@ class ReaderThread:
         self._wakeup.wakeup()
 
     def expect(self, *, is_answer: bool) -> None:
-        """Have the thread poll for what comes next: the caller is about to wait for it, and does nothing else.
+        """Have the thread poll for what comes next: the caller is about to wait for it.
 
         Args:
-            is_answer: something was sent since the last wait.  A stream, which comes by itself, is not polled for, but
-                where that is asked for: it wakes the thread for many tokens at once.
+            is_answer: to what the caller has asked, while nothing else is under way.  A stream, which comes by itself,
+                is not polled for, but where that is asked for: it wakes the thread for many tokens at once.
 
         While the caller runs, or another thread, this one cannot poll: they would take turns in the interpreter, and
         its lock is handed over in milliseconds.  So it begins when somebody waits, and ends with the first frame.

@@ -151,7 +151,7 @@ def plan(seed: int, number: int, kinds: tuple[str, ...] = KINDS) -> Round:
         "arena_limit": dice.choice((0, 1 << 20, 64 << 20)),
         "high_water": dice.choice((1 << 16, 1 << 20, 32 << 20)),
         "backlog_limit": dice.choice((1 << 16, 64 << 20)),
-        "spin_us": dice.choice((0, 0, 200)),
+        "spin_us": dice.choice((None, None, 0, 200)),
     }
     script = {"tokens_per_step": dice.choice((1, 3)), "step_seconds": dice.choice((0.0, 0.0, 0.002))}
     planner = _Planner(dice, kind, ranks)

@@ -66,6 +66,7 @@ def test_a_handler_that_fails_is_no_fault_of_the_engine(caplog: pytest.LogCaptur
         try:
             client.collective_rpc("talk")
             eventually(lambda: "a broken filter" in caplog.text, DEADLOCK)
+            assert "of 'my.executor' failed on what engine core 0" in caplog.text
             logging.getLogger("engine_client").addFilter(fail)
             logging.getLogger("engine_client.clients.relog").addFilter(fail)
             client.collective_rpc("talk")

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -452,22 +452,33 @@ def test_who_asks_and_waits_for_the_answer_says_so(monkeypatch: pytest.MonkeyPat
     """If nothing else is under way; what comes by itself, as further tokens do, is no answer."""
     with scripted_client(Script(step_seconds=0.1)) as client:
         found = told(client, monkeypatch)
-        client.call_utility("echo", 1)
+
+        def waits(function: Callable[[], Any]) -> list[bool]:
+            found.clear()
+            function()
+            return found
+
+        def add_two() -> None:
+            client.add_request(make_request("b", 1))
+            client.add_request(make_request("c", 1))
+            collect(client, 2)
+
+        assert waits(lambda: client.call_utility("echo", 1)) == [True]
         client.add_request(make_request("a", 3))
+        assert waits(client.get_output) == [True]
+        assert True not in waits(client.get_output)
+        assert waits(lambda: client.call_utility("echo", 2)) == [False]
         client.get_output()
-        client.get_output()
-        client.call_utility("echo", 2)
-        assert found == [True, True, False, False]
-        client.get_output()
-        found.clear()
-        client.add_request(make_request("b", 1))
-        client.add_request(make_request("c", 1))
-        collect(client, 2)
-        assert not any(found)
-        found.clear()
+        assert set(waits(add_two)) == {False}
         with client.stream(make_request("d", 2)) as stream:
-            assert len(list(stream)) == 2
-        assert found == [True, False]
+            assert waits(lambda: next(stream)) == [True]
+            assert True not in waits(lambda: next(stream))
+        client.add_request(make_request("e", 100_000))
+        client.abort_requests(["e"])
+        found.clear()
+        with pytest.raises(TimeoutError):
+            client.get_output(timeout=0.3)
+        assert found == []  # there was nothing to wait for
 
 
 def test_a_coroutine_that_waits_for_an_answer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,10 +487,15 @@ def test_a_coroutine_that_waits_for_an_answer_says_so(monkeypatch: pytest.Monkey
     async def use(client: Any, found: list[bool]) -> None:
         await client.add_request_async(make_request("a", 2))
         await client.get_output_async()
+        assert found == [True]
         await client.get_output_async()
-        assert found == [True, False]
+        assert True not in found[1:]
+        found.clear()
         assert await client.call_utility_async("echo", 1) == 1
-        assert found == [True, False, True]
+        assert found == [True]
+        assert len([output async for output in client.stream(make_request("b", 2))]) == 2
+        assert found[:2] == [True, True]
+        assert True not in found[2:]
 
     with scripted_client(Script(step_seconds=0.1), colour="async") as client:
         asyncio.run(use(client, told(client, monkeypatch)))

@@ -6,6 +6,7 @@ import os
 import selectors
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from engine_client.engine import gate as gate_module
 from engine_client.engine.front_end import FrontEnd
 from engine_client.engine.gate import Gate
+from engine_client.ipc import polling
 from engine_client.ipc.channel import Channel
 from engine_client.protocol.frames import Kind
 from engine_client.protocol.wire import encode_text
@@ -24,7 +26,9 @@ LIMIT = 1 << 20
 
 
 @contextmanager
-def gated(count: int = 2, *, is_guest: bool = True) -> Iterator[tuple[Gate, list[FrontEnd], list[Channel]]]:
+def gated(
+    count: int = 2, *, is_guest: bool = True, spin_us: float | None = 0.0
+) -> Iterator[tuple[Gate, list[FrontEnd], list[Channel]]]:
     """Yield a gate, its front-ends, and their ends of the channels."""
     with ExitStack() as stack:
         pairs = [socket.socketpair() for _ in range(count)]
@@ -38,7 +42,7 @@ def gated(count: int = 2, *, is_guest: bool = True) -> Iterator[tuple[Gate, list
             stack.callback(lambda f: f.gone or f.leave(), front_end)
         for channel in theirs:
             stack.callback(channel.close)
-        yield Gate(ours, selector, LIMIT), ours, theirs
+        yield Gate(ours, selector, LIMIT, spin_us), ours, theirs
 
 
 class Clock:
@@ -200,3 +204,33 @@ def test_a_full_gate_wakes_up_to_look_again() -> None:
         before = front_end.channel.backlog
         client.receive()
         eventually(lambda: not gate.wait([1.0]) or front_end.is_drained() or front_end.channel.backlog < before)
+
+
+def test_an_idle_engine_polls_where_its_last_waits_were_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After three of them, once, and no more after a long one; while it has work it never does."""
+    with gated(1, spin_us=None) as (gate, (front_end,), (peer,)):
+        selector = gate._selector  # noqa: SLF001
+        timeouts: list[float | None] = []
+        select = selector.select
+        monkeypatch.setattr(selector, "select", lambda timeout=None: (timeouts.append(timeout), select(timeout))[1])
+
+        def waits(*, is_idle: bool, short: float) -> list[float | None]:
+            monkeypatch.setattr(polling, "_SHORT", short)
+            peer.send(encode_text(Kind.ATTACH, "1"))
+            timeouts.clear()
+            assert gate.wait([30.0], is_idle=is_idle)
+            front_end.receive()
+            return list(timeouts)
+
+        assert [waits(is_idle=True, short=20.0) for _ in range(3)] == [[30.0]] * 3
+        assert waits(is_idle=False, short=0.0) == [30.0]
+        assert waits(is_idle=True, short=0.0) == [0]  # as it was told by the waits before
+        assert waits(is_idle=True, short=20.0) == [30.0]
+
+
+def test_a_wait_that_is_polled_for_is_no_longer_than_its_limit() -> None:
+    """What was polled counts."""
+    with gated(1, spin_us=200_000) as (gate, _, _):
+        began = time.monotonic()
+        assert gate.wait([0.3], is_idle=True) == []
+        assert 0.3 <= time.monotonic() - began < 0.49

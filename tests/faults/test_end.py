@@ -327,6 +327,7 @@ def test_bc04_bc42_an_asyncio_script_that_ends_well(end: str, tmp_path: Path) ->
     assert result.elapsed < 10.0
 
 
+@pytest.mark.newer
 @kinds("spawn", "fork")
 def test_bc42_a_hook_of_the_host_that_comes_later_than_ours(kind: str, tmp_path: Path) -> None:
     """A host's exit hook that runs after ours and calls the client gets a clear error, at once."""
@@ -884,10 +885,14 @@ for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.S
     signal.signal(number, lambda number, frame: signals.append(number))
 
 kills = []
-for module, name in ((os, "kill"), (os, "killpg")):
-    def record(pid, number, real=getattr(module, name), name=name):
-        kills.append((name, pid, number))
-        return real(pid, number)
+def pid_behind(fd):
+    with open(f"/proc/self/fdinfo/{fd}") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("Pid:"))
+
+for module, name in ((os, "kill"), (os, "killpg"), (signal, "pidfd_send_signal")):
+    def record(target, number, *rest, real=getattr(module, name), name=name):
+        kills.append((name, pid_behind(target) if name.startswith("pidfd") else target, number))
+        return real(target, number, *rest)
     setattr(module, name, record)
 own_groups = {os.getpgrp(), os.getpgid(os.getppid())}
 
@@ -925,6 +930,8 @@ for fault in ("start", "step", "kill", "segv"):
         raise
     except Exception as error:
         assert "EngineDeadError" in str(type(error)) or "ClosedError" in str(type(error)), repr(error)
+    else:
+        raise AssertionError
     client.shutdown()
     for thread in threads:
         thread.join()
@@ -933,6 +940,7 @@ for name, pid, number in kills:
     if number == 0:
         continue  # only a question
     assert pid > 1 and pid not in {os.getpid(), os.getppid(), unrelated.pid} | own_groups, (name, pid, number)
+assert any(number for _, _, number in kills), "nothing was recorded"
 assert unrelated.poll() is None
 before = len(ticks)
 time.sleep(0.2)

@@ -206,6 +206,7 @@ print("well")
 """
 
 
+@pytest.mark.newer
 @pytest.mark.parametrize("count", [7, pytest.param(97, marks=[pytest.mark.full, pytest.mark.stress, pytest.mark.slow])])
 def test_bc11_starts_in_a_busy_host(count: int, tmp_path: Path) -> None:
     """With threads that hold the logging lock and import in a loop every engine gets ready, without any warning."""
@@ -261,6 +262,7 @@ finally:
 """
 
 
+@pytest.mark.newer
 def test_bc11_fork_on_request(tmp_path: Path) -> None:
     """Fork in a host with threads is warned of; a child that stalls on a lock is ended at the ready timeout."""
     result = run_as("script", FORK, tmp_path)

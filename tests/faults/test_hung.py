@@ -130,7 +130,7 @@ def test_bc29_the_stall_limit_ends_a_call_that_never_ends(how: Any, colour: str)
     """Nobody has to ask: all who wait get EngineDeadError with the stacks of all threads, wherever the engine hangs."""
     client = scripted_client(colour=colour, stall_limit=STALL)
     waiters = [Waiter(client.get_output), Waiter(lambda: client.call_utility("deferred"))]
-    with pytest.raises(EngineDeadError) as caught:
+    with took_at_most(STALL + 2.0), pytest.raises(EngineDeadError) as caught:
         client.call_utility("collective_rpc", how, ranks=[last_rank(client)])
     began = time.monotonic()
     where = how.__name__

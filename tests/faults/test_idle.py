@@ -67,7 +67,7 @@ def test_bc15_idle_for_five_seconds(requests: int, colour: str) -> None:
 
 @pytest.mark.timing
 def test_bc15_the_first_request_after_the_pause_is_as_quick() -> None:
-    """An idle engine answers as soon as a busy one (generous: the machine is shared)."""
+    """An idle engine answers within 5 ms of a busy one; the best of ten times, since the machine is shared."""
     with scripted_client() as client:
 
         def once(name: str) -> float:
@@ -78,10 +78,10 @@ def test_bc15_the_first_request_after_the_pause_is_as_quick() -> None:
 
         busy = min(once(f"busy{index}") for index in range(200))
         idle = []
-        for index in range(5):
-            time.sleep(0.5)
+        for index in range(10):
+            time.sleep(0.3)
             idle.append(once(f"idle{index}"))
-        assert min(idle) < busy + 0.050 * SCALE
+        assert min(idle) < busy + 0.005 * SCALE
 
 
 def test_bc15_a_dead_engine_does_not_keep_the_client_busy() -> None:

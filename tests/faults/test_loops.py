@@ -97,6 +97,7 @@ NATURES = ["plain", "watches nothing", "debug", *(["eager"] if sys.version_info 
 """Of loops; the eager task factory came with Python 3.12."""
 
 
+@pytest.mark.newer
 @pytest.mark.parametrize("nature", NATURES)
 @pytest.mark.parametrize(("where", "ranks"), [("outside", 1), ("inside", 2)])
 def test_bc27_one_loop_after_the_other(where: str, ranks: int, nature: str) -> None:

@@ -25,6 +25,7 @@ LIMIT = 1 << 20
 DECODERS: dict[int, Callable[[Frame], Any]] = {
     Kind.HELLO: wire.decode_text,
     Kind.STATUS: wire.decode_status,
+    Kind.LOG: wire.decode_log,
     Kind.READY: wire.decode_ready,
     Kind.FAILED: wire.decode_dead,
     Kind.OUTPUTS: lambda frame: with_values(decode_columns(frame)),

@@ -41,10 +41,16 @@ __all__ = ["KINDS", "Life", "kinds_of", "live_in_a_script"]
 KINDS: Final = ("sync", "async", "dp", "lb", "lock-step")
 """Blocking; asyncio; one of several ranks; two balanced ranks; two ranks in lock-step."""
 
-DEATH_BOUND: Final = 6_000 * MS
-"""Seconds in which everybody has learnt of a death: two, and what a shared machine needs."""
-STOP_BOUND: Final = 4_000 * MS
-"""Seconds that a shutdown may take beyond its timeout: one, and what a shared machine needs."""
+DEATH_BOUND: Final = 2_000 * MS
+"""Seconds in which everybody has learnt of a death."""
+STOP_BOUND: Final = 1_000 * MS
+"""Seconds that a shutdown may take beyond its timeout."""
+CAUSES: Final = {
+    "kill": ("SIGKILL",),
+    "cut": ("the stream ended inside a frame",),
+    "corrupt": ("is not this protocol's mark",),
+}
+"""What an error says of the fault that an engine met."""
 READY_TIMEOUT: Final = 5_000 * MS
 SIZE: Final = 1 << 20
 LONG: Final = 1_000_000
@@ -264,6 +270,8 @@ class Life:
     def check_error(self, call: Any) -> None:
         error = call.error
         is_right = error is None or isinstance(error, (EngineDeadError, StartupError))
+        if isinstance(error, EngineDeadError) and self.point.side == "engine" and " died: " in str(error):
+            is_right = any(cause in str(error) for cause in CAUSES.get(self.fault, ("",)))
         self.check(is_right, f"{call.call} ended with {error!r}")
 
     def end(self, pending: Any) -> None:

@@ -137,7 +137,7 @@ class Notebook:
     def wait_gone(self, *pids: int) -> None:
         """Wait until processes are gone."""
         for pid in pids:
-            wait_gone(pid)
+            wait_gone(pid, 2.0)
 
 
 # -- nbclient's process ------------------------------------------------------------------------------------------------

@@ -103,3 +103,12 @@ def test_it_polls_first_if_it_is_to(clock: Clock, selector: selectors.BaseSelect
     assert clock.now >= began + 0.01
     assert waits.select(0.01, spin=5.0) == []
     assert clock.now < 100.2
+
+
+def test_who_polls_does_not_nap(clock: Clock, selector: selectors.BaseSelector) -> None:
+    """In a quick exchange each wait is ended by its beginning, at once, and then the answer is polled for."""
+    waits = Moderated(selector)
+    for _ in range(20):
+        assert waits.select(None)
+        assert waits.select(None, spin=0.01)
+    assert clock.naps == []

@@ -314,7 +314,7 @@ def test_answers_that_come_quickly_are_polled_for(monkeypatch: pytest.MonkeyPatc
             theirs.send(frame(b"word"))
             recorder.wait_for("frames", 0, [b"word"])
             recorder.events.clear()
-            eventually(lambda: timeouts[-1] is None, DEADLOCK)
+            eventually(lambda: bool(timeouts) and timeouts[-1] is None, DEADLOCK)
             return timeouts.count(0) - before
 
         assert [exchange(is_answer=True) for _ in range(3)] == [0, 0, 0]
