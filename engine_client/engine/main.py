@@ -148,7 +148,10 @@ class _Engine:
         except BaseException as error:  # noqa: BLE001  # I10: whatever ends the start is the client's to know
             self._say(encode_failed(error, self.phase))
             return 1
-        return self._serve(init, front_ends, engine, timeout)
+        code = self._serve(init, front_ends, engine, timeout)
+        # Their handler has nothing left to ask, and Python complains about one that comes while the interpreter ends.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
+        return code
 
     def _wait_for_init(self) -> Init:
         """Block until INIT is here; the lifeline and the client's end interrupt it."""

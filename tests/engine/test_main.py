@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from signal import SIGINT, SIGTERM
 from typing import Any
 
 import pytest
@@ -263,3 +266,20 @@ def test_workers_that_fail_between_steps_end_the_engine() -> None:
         assert client.collective_rpc("encode", args=("x",)) == [[120]]
         with pytest.raises(EngineDeadError, match="Executor failed"):
             client.get_output(timeout=DEADLOCK)
+
+
+def note_at_exit(worker: Any, path: str) -> None:
+    """Have this process write which signals it does not take while it ends."""
+
+    def note() -> None:
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        Path(path).write_text(" ".join(sorted(number.name for number in blocked if number in (SIGTERM, SIGINT))))
+
+    atexit.register(note)
+
+
+def test_a_signal_while_the_interpreter_ends_is_nobody_s(tmp_path: Path) -> None:
+    """It would find no handler any more, which Python complains about on stderr; it is left to wait for the end."""
+    with SyncMPClient(EngineConfig(), EchoExecutor, False) as client:
+        client.collective_rpc(note_at_exit, args=(str(tmp_path / "blocked"),))
+    assert (tmp_path / "blocked").read_text() == "SIGINT SIGTERM"
