@@ -40,6 +40,8 @@ FORCE: Final[int] = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else sign
 """The signal that has them written whoever has the interpreter's lock."""
 
 _END: Final = "-- end of the stacks that were asked for --\n"
+_READY_TIMEOUT: Final = 5.0
+"""Seconds for a thread to take its first steps."""
 _PATIENCE: Final = 0.5
 """Seconds after which the thread cannot run, since something keeps the interpreter's lock."""
 _MOST_BYTES: Final = 256 * 1024
@@ -59,14 +61,18 @@ def report_stacks(fd: int) -> None:
         faulthandler.register(number, fd, all_threads=True, chain=False)
     if QUESTION != signal.SIGUSR2:
         signal.pthread_sigmask(signal.SIG_BLOCK, [QUESTION, FORCE])  # threads that this one starts inherit that
-        threading.Thread(target=_answer, args=(fd,), name="engine-stacks", daemon=True).start()
+        ready = threading.Lock()
+        ready.acquire()
+        threading.Thread(target=_answer, args=(fd, ready), name="engine-stacks", daemon=True).start()
+        ready.acquire(timeout=_READY_TIMEOUT)  # else code that keeps the interpreter's lock could be quicker
 
 
-def _answer(fd: int) -> None:
-    """Wait to be asked for the stacks, again and again."""
+def _answer(fd: int, ready: threading.Lock) -> None:
+    """Wait to be asked for the stacks, again and again; release ``ready`` once the signals get here."""
     import faulthandler  # noqa: PLC0415  # as above
 
     signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals() - {FORCE})
+    ready.release()
     while True:
         with suppress(OSError):  # an interruption, or no room for the stacks
             signal.sigwait([QUESTION])

@@ -8,14 +8,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from engine_client import __version__
+from engine_client.bench.life import cpu_of
 from engine_client.cli import generate
 from engine_client.cli.main import main
 from helpers.procs import run_script
+from helpers.timing import DEADLOCK, eventually
 
 MAIN = "import sys; from engine_client.cli.main import main; sys.exit(main())"
 
@@ -183,7 +184,7 @@ def test_ctrl_c_in_the_terminal(mode: str, corpus: str):
     """SIGINT to the whole process group, as a terminal sends it, ends everything: status 130, nothing said or left."""
 
     def interrupt(process: subprocess.Popen[bytes]) -> None:
-        time.sleep(1.0)
+        eventually(lambda: cpu_of(process.pid) > 1.0, DEADLOCK)  # it has started, and generates
         os.killpg(process.pid, signal.SIGINT)
 
     arguments = ["generate", "--mode", mode, "--corpus", corpus, "--ignore-eos", "-n", "10000000", "the"]

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -448,9 +449,14 @@ def told(client: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
+def nap(worker: Any) -> None:
+    """Take so long that the caller waits before the answer is there."""
+    time.sleep(0.3)
+
+
 def test_who_asks_and_waits_for_the_answer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """If nothing else is under way; what comes by itself, as further tokens do, is no answer."""
-    with scripted_client(Script(step_seconds=0.1)) as client:
+    with scripted_client(Script(step_seconds=0.3)) as client:
         found = told(client, monkeypatch)
 
         def waits(function: Callable[[], Any]) -> list[bool]:
@@ -463,7 +469,7 @@ def test_who_asks_and_waits_for_the_answer_says_so(monkeypatch: pytest.MonkeyPat
             client.add_request(make_request("c", 1))
             collect(client, 2)
 
-        assert waits(lambda: client.call_utility("echo", 1)) == [True]
+        assert waits(lambda: client.collective_rpc(nap)) == [True]
         client.add_request(make_request("a", 3))
         assert waits(client.get_output) == [True]
         assert True not in waits(client.get_output)
@@ -491,11 +497,11 @@ def test_a_coroutine_that_waits_for_an_answer_says_so(monkeypatch: pytest.Monkey
         await client.get_output_async()
         assert True not in found[1:]
         found.clear()
-        assert await client.call_utility_async("echo", 1) == 1
+        await client.collective_rpc_async(nap)
         assert found == [True]
         assert len([output async for output in client.stream(make_request("b", 2))]) == 2
         assert found[:2] == [True, True]
         assert True not in found[2:]
 
-    with scripted_client(Script(step_seconds=0.1), colour="async") as client:
+    with scripted_client(Script(step_seconds=0.3), colour="async") as client:
         asyncio.run(use(client, told(client, monkeypatch)))

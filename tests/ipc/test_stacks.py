@@ -16,6 +16,7 @@ import pytest
 from engine_client.ipc import stacks
 from engine_client.ipc.arena_memory import create_memory
 from engine_client.ipc.stacks import QUESTION, FaultMemory, own_stacks
+from helpers.procs import run_script
 from helpers.timing import DEADLOCK, eventually
 
 REPORTING = """
@@ -73,6 +74,28 @@ def test_stacks_whatever_the_process_does(doing: str) -> None:
             assert memory.read() == ""  # no death shows what somebody has seen
         assert child.poll() is None
         assert "open" in repr(memory)
+
+
+AT_ONCE = """
+import os, signal, threading, time
+from engine_client.ipc import stacks
+from engine_client.ipc.arena_memory import create_memory
+real = signal.pthread_sigmask
+
+def slow(*arguments):
+    if threading.current_thread() is not threading.main_thread():
+        time.sleep(0.3)
+    return real(*arguments)
+
+signal.pthread_sigmask = slow
+stacks.report_stacks(create_memory("stacks"))
+print([stacks._signals(task, "SigBlk", stacks.FORCE) for task in stacks._tasks(os.getpid())].count(False))
+"""
+
+
+def test_it_can_be_asked_from_the_beginning() -> None:
+    """Whatever the process does next, be it to keep the interpreter's lock for ever: one thread takes the signal."""
+    assert run_script(AT_ONCE).check().stdout == "1\n"
 
 
 def test_all_threads_are_in_the_answer() -> None:
