@@ -41,6 +41,20 @@ class Mutation(NamedTuple):
 
 MUTATIONS: Final = (
     Mutation(
+        "long waits polled for",
+        "ipc/polling.py",
+        "        if seconds > _SHORT:\n",
+        "        if seconds > 1000 * _SHORT:\n",
+        "tests/ipc/test_polling.py::test_short_waits_have_the_next_one_polled_for",
+    ),
+    Mutation(
+        "nap in a quick exchange",
+        "ipc/moderation.py",
+        "            self._in_a_row = 0\n            spin = spin if",
+        "            spin = spin if",
+        "tests/ipc/test_moderation.py::test_who_polls_does_not_nap",
+    ),
+    Mutation(
         "finalizer without pid check",
         "clients/session.py",
         "        if self.owner_pid != os.getpid():\n            return\n        if self._reader.is_alive()",

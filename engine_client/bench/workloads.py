@@ -84,7 +84,7 @@ def _tensor(mib: int, *, back: bool) -> Workload:
 
 
 def _latencies() -> list[Workload]:
-    """Return the workloads of one message at a time, each also with callers that poll before they sleep."""
+    """Return the workloads of one message at a time, each also with sides that always poll."""
     found = []
     for name, times in (("utility", 5000), ("first_token", 3000)):
         parameters = {"times": times}
