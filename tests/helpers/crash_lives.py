@@ -271,7 +271,9 @@ class Life:
         error = call.error
         is_right = error is None or isinstance(error, (EngineDeadError, StartupError))
         if isinstance(error, EngineDeadError) and self.point.side == "engine" and " died: " in str(error):
-            is_right = any(cause in str(error) for cause in CAUSES.get(self.fault, ("",)))
+            # Where all engines fail in a step, the first to be heard may be one that did not meet the fault.
+            causes = (*CAUSES.get(self.fault, ("",)), *(("as asked",) if self.point.phase == "dead" else ()))
+            is_right = any(cause in str(error) for cause in causes)
         self.check(is_right, f"{call.call} ended with {error!r}")
 
     def end(self, pending: Any) -> None:
