@@ -149,7 +149,7 @@ class ReaderThread:
         its lock is handed over in milliseconds.  So it begins when somebody waits, and ends with the first frame.
         """
         polling = self._polling
-        if is_answer or polling.is_fixed:
+        if polling.spin if polling.is_fixed else is_answer:
             self._expected_at = now = time.monotonic()
             if polling.spin:
                 self._spin_until = now + polling.spin

@@ -171,7 +171,7 @@ def test_bc10_on_the_free_threaded_build(tmp_path: Path) -> None:
         not python
         or subprocess.run([python, "-c", "import psutil, tblib"], capture_output=True, check=False).returncode
     ):
-        pytest.skip("for a python3.13t, a build without the global lock, on PATH, that has psutil and tblib")
+        pytest.skip("needs a free-threaded Python: python3.13t on PATH, with psutil and tblib installed in it")
     script = tmp_path / "script.py"
     script.write_text(FREE_THREADED, encoding="utf-8")
     began = time.monotonic()

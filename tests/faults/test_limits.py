@@ -203,7 +203,7 @@ def memory_group() -> Path:
             group.rmdir()
             continue
         return group
-    pytest.skip("for root, where control groups of memory are mounted: only there can a test make one with a limit")
+    pytest.skip("needs the right to make a control group with a memory limit: root, and the file system mounted")
 
 
 @pytest.mark.slow

@@ -225,7 +225,7 @@ def test_bc38_the_death_of_one_rank_ends_the_group(client: Any, busy: bool) -> N
             await client.get_output_async(timeout=DEADLOCK)
 
     waiter = Waiter(lambda: asyncio.run(main()), again=False)
-    error = waiter.end(time.monotonic(), 2.5)
+    error = waiter.end(time.monotonic(), 2.0)
     assert type(error) is EngineDeadError
     assert f"engine core {len(others)} (pid {dead})" in str(error)
     assert "SIGKILL" in str(error)
