@@ -236,7 +236,7 @@ def ingest(side: Any, count: int, repeats: int) -> Figures:
 # -- large buffers -----------------------------------------------------------------------------------------------------
 
 
-def _tensor_on(side: Any, client: Any, tensor: Any, times: int, warmup: int = 5) -> list[float]:
+def _tensor_on(side: Any, client: Any, tensor: Any, times: int) -> list[float]:
     """Time requests that carry a tensor, which the last output brings back if the engine was told so."""
     last: list[Any] = [None]
 
@@ -244,14 +244,14 @@ def _tensor_on(side: Any, client: Any, tensor: Any, times: int, warmup: int = 5)
         client.add_request(side.make_request(names(1)[0], 1, tensor))
         last[0] = client.get_output()
 
-    seconds = timed(once, times, warmup=warmup)
+    seconds = timed(once, times)
     back = last[0].outputs[0].pooling_output
     assert back is None or back.nbytes == tensor.nbytes, "the tensor changed its size"
     return seconds
 
 
 def tensor(side: Any, nbytes: int, back: bool, times: int) -> Figures:
-    """Time a tensor to the engine, and back."""
+    """Time a tensor to the engine, and back, once processors and memory have come to rest."""
     client = side.make_client()
     try:
         client.call_utility("set_echo_tensor", back)

@@ -79,7 +79,7 @@ def _stream(batch: int, tokens: int) -> Workload:
 
 def _tensor(mib: int, *, back: bool) -> Workload:
     figures = _TENSOR if back else (*_TENSOR, Figure("of_memcpy", "of a memcpy's speed"))
-    parameters = {"nbytes": mib * _MIB, "back": back, "times": 40 if mib < 64 else 12}
+    parameters = {"nbytes": mib * _MIB, "back": back, "times": 200 if mib < 64 else 12}
     return Workload(f"tensor_{'both' if back else 'in'}_{mib}", "tensor", figures, parameters, {"times": 5})
 
 

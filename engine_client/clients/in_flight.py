@@ -140,7 +140,8 @@ class InFlight:
             key = self.new_key()
         owner = threading.get_ident() if owner is None else owner  # not below, where an interrupt would leave it out
         with self._lock:
-            self._settle()
+            if self._finished:
+                self._settle()
             if self._keys.get(request_id) in self._ids:
                 raise ValueError(f"request {request_id!r:.100} is already running: choose another id or abort it first")
             self._ids[key] = request_id

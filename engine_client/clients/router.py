@@ -58,6 +58,8 @@ class Router:
 
     def open_links(self) -> list[EngineLink]:
         """Return the engines that take requests and calls."""
+        if not self.closed:
+            return list(self._links.values())
         return [link for rank, link in list(self._links.items()) if rank not in self.closed]
 
     def takes_calls(self, link: EngineLink) -> bool:

@@ -4,8 +4,8 @@ A frame for which nobody waits costs its sender less than a microsecond; one tha
 several, and the thread a multiple of that.  So a reader that hardly has to wait for the next frame slows its senders
 down by asking for each one anew.  After some such waits in a row it naps before it asks again: then one wake-up serves
 all that has arrived meanwhile.  Whoever sends and waits for the answer is never meant: that takes longer.  While nobody
-waits for what is read, because what was read before is not taken yet, the nap is a longer one: whoever sends much in
-one go then keeps the interpreter to itself.
+waits for what is read, because what was read before is not taken yet, longer waits count too, and the nap is a longer
+one: whoever sends much in one go then keeps the interpreter, and the processor, to itself.
 
 Threads: a ``Moderated`` belongs to the thread that selects.
 """
@@ -23,6 +23,9 @@ __all__ = ["Moderated"]
 
 _HARDLY_WAITED: Final = 30e-6
 """Seconds; a message there and back takes twice as long at least."""
+
+_NOT_LONG: Final = 100e-6
+"""Seconds, while nobody waits: about what an engine takes for a small step and its wake-ups."""
 
 _MOST_IN_A_ROW: Final = 8
 
@@ -63,9 +66,10 @@ class Moderated:
             if events:
                 return events
             timeout = None if timeout is None else timeout - spin
+        hardly, nap = (_HARDLY_WAITED, _NAP) if self._is_awaited() else (_NOT_LONG, _LONG_NAP)
         if self._in_a_row >= _MOST_IN_A_ROW:
-            time.sleep(_NAP if self._is_awaited() else _LONG_NAP)
+            time.sleep(nap)
         began = time.monotonic()
         events = self._selector.select(timeout)
-        self._in_a_row = self._in_a_row + 1 if events and time.monotonic() - began < _HARDLY_WAITED else 0
+        self._in_a_row = self._in_a_row + 1 if events and time.monotonic() - began < hardly else 0
         return events

@@ -17,8 +17,11 @@ from typing import Final
 
 __all__ = ["Polling", "poll"]
 
-_SHORT: Final = 500e-6
-"""Seconds, of a wait for which polling would have paid, and most seconds to poll."""
+_SHORT: Final = 1e-3
+"""Seconds, of a wait for which polling would have paid, and most seconds to poll: a few MiB are copied in half of it.
+
+While both sides poll, the system keeps them on processors of their own.  Where one of them sleeps, it may be woken on
+the one that the other is using, though another is idle: then they take turns."""
 
 _IN_A_ROW: Final = 3
 """Short waits after which the next one is polled for."""

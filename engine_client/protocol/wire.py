@@ -216,8 +216,6 @@ _REST_DEFAULTS = tuple(
 _REST_OF_REQUEST = dict(zip(_REST, _REST_DEFAULTS, strict=True))
 _get_rest = attrgetter(*_REST)
 _PARAMETERS = tuple(f.name for f in fields(SamplingParams))
-_PARAMETER_NAMES = frozenset(_PARAMETERS)
-_get_parameters = attrgetter(*_PARAMETERS)
 
 
 def _rest_of(request: Any) -> dict[str, Any] | None:
@@ -235,9 +233,9 @@ def _rest_of(request: Any) -> dict[str, Any] | None:
 
 def _parameters_of(params: Any) -> tuple[Any, ...] | None:
     """Return the values of our own sampling parameters if all are plain: cheaper than an object, and than its names."""
-    if type(params) is not SamplingParams or params.__dict__.keys() != _PARAMETER_NAMES:
+    if type(params) is not SamplingParams or tuple(params.__dict__) != _PARAMETERS:
         return None
-    values: tuple[Any, ...] = _get_parameters(params)
+    values = tuple(params.__dict__.values())
     return values if are_plain(values) else None
 
 

@@ -75,11 +75,25 @@ def test_whoever_hardly_waits_naps(clock: Clock, selector: selectors.BaseSelecto
 
 def test_the_nap_is_longer_while_nobody_waits(clock: Clock, selector: selectors.BaseSelector) -> None:
     """What was read before is not taken yet: there is no hurry."""
-    awaited = [False, True, False]
+    awaited = [True] * 8 + [False, True, False]
     waits = Moderated(selector, lambda: awaited.pop(0))
     for _ in range(11):
         waits.select(None)
     assert clock.naps == [500e-6, 50e-6, 500e-6]
+
+
+def test_longer_waits_count_while_nobody_waits(clock: Clock, selector: selectors.BaseSelector) -> None:
+    """An engine that answers each request of many by itself must not have the reader look after each."""
+    clock.pace = 60e-6
+    is_awaited = True
+    waits = Moderated(selector, lambda: is_awaited)
+    for _ in range(20):
+        waits.select(None)
+    assert clock.naps == []
+    is_awaited = False
+    for _ in range(9):
+        waits.select(None)
+    assert clock.naps == [500e-6]
 
 
 def test_a_look_that_finds_nothing_is_no_short_wait(clock: Clock, selector: selectors.BaseSelector) -> None:

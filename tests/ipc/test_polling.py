@@ -22,9 +22,9 @@ def test_short_waits_have_the_next_one_polled_for() -> None:
         polling.waited(SHORT)
         assert polling.spin == 0
     polling.waited(SHORT)
-    assert polling.spin == 500e-6
+    assert polling.spin == 1e-3
     polling.waited(SHORT)
-    assert polling.spin == 500e-6
+    assert polling.spin == 1e-3
     polling.waited(LONG)
     assert polling.spin == 0
     polling.waited(SHORT)
