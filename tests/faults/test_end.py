@@ -36,7 +36,7 @@ from helpers.timing import eventually, took_at_most
 pytestmark = pytest.mark.crash
 
 REPEATS = os.environ.get("ENGINE_CLIENT_TEST_REPEATS")
-"""How often stress tests repeat what they do; None: a few times."""
+"""How often stress tests repeat what they do; None: as often as the scenarios say."""
 KINDS = ["inproc", *METHODS]
 
 
@@ -215,10 +215,11 @@ def test_bc04_bc42_a_script_that_ends_well(end: str, kind: str, tmp_path: Path) 
 @pytest.mark.full
 @pytest.mark.stress
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("end", ENDS)
 def test_bc04_bc42_again_and_again(end: str, tmp_path: Path) -> None:
     """The same, as often as ENGINE_CLIENT_TEST_REPEATS says: a race would show."""
-    for number in range(int(REPEATS or 4)):
+    for number in range(int(REPEATS or 200)):
         (tmp_path / str(number)).mkdir()
         _run_to_end(end, "exec", tmp_path / str(number))
 
@@ -809,7 +810,9 @@ def test_bc40_requests_in_flight_are_drained_or_aborted() -> None:
 # -- BC-66 -------------------------------------------------------------------------------------------------------------
 
 
-MANY = pytest.param(int(REPEATS or 60), marks=[pytest.mark.full, pytest.mark.stress, pytest.mark.slow])
+MANY = pytest.param(
+    int(REPEATS or 300), marks=[pytest.mark.full, pytest.mark.stress, pytest.mark.slow, pytest.mark.timeout(1800)]
+)
 
 
 @pytest.mark.parametrize("count", [16, MANY])

@@ -172,8 +172,14 @@ with scripted_client() as client:
 """
 
 
+MANY = pytest.param(
+    int(os.environ.get("ENGINE_CLIENT_TEST_REPEATS", "100")),
+    marks=[pytest.mark.full, pytest.mark.slow, pytest.mark.stress, pytest.mark.timeout(1800)],
+)
+
+
 @pytest.mark.parametrize("memory", ["memfd", "file"])
-@pytest.mark.parametrize("count", [3, pytest.param(10, marks=[pytest.mark.full, pytest.mark.slow, pytest.mark.stress])])
+@pytest.mark.parametrize("count", [3, MANY])
 def test_bc46_both_sides_are_killed_at_once(count: int, memory: str, tmp_path: Path) -> None:
     """Client and engine killed together at random moments of a stream leave no name, no file and no process."""
     dice = random.Random(count)

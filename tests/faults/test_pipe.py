@@ -265,6 +265,19 @@ def test_bc63_killed_at_many_points(method: str) -> None:
         check_cut(pipe_client(start_method=method), direction, position, holder)
 
 
+@pytest.mark.full
+@pytest.mark.stress
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_bc63_killed_at_any_point() -> None:
+    """The same 500 times, or as often as ENGINE_CLIENT_TEST_REPEATS says, with all of that drawn anew each time."""
+    dice = random.Random(500)
+    for _ in range(int(os.environ.get("ENGINE_CLIENT_TEST_REPEATS", "500"))):
+        direction, holder = dice.choice(["reply", "request"]), dice.choice(["nobody", "child", "daemon"])
+        position = dice.randrange(1, dice.choice([PREFIX, REPLY]))
+        check_cut(pipe_client(start_method=dice.choice(METHODS)), direction, position, holder)
+
+
 @pytest.mark.parametrize("position", [10, PREFIX + 3, 5 * MIB])
 @pytest.mark.parametrize("direction", ["reply", "request"])
 def test_bc63_stopped_in_mid_frame(direction: str, position: int) -> None:

@@ -32,6 +32,12 @@ DECODERS: dict[int, Callable[[Frame], Any]] = {
     Kind.REPLY: wire.decode_reply,
     Kind.DEAD: wire.decode_dead,
     Kind.GOODBYE: wire.decode_text,
+    Kind.INIT: wire.decode_init,
+    Kind.ADD: wire.decode_add,
+    Kind.ABORT: wire.decode_abort,
+    Kind.UTILITY: wire.decode_utility,
+    Kind.SHUTDOWN: wire.decode_text,
+    Kind.ATTACH: wire.decode_text,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import tracemalloc
+from array import array
 from typing import Any
 
 import pytest
@@ -15,18 +16,15 @@ from engine_client.errors import RemoteProtocolError
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReadyResponse
 from engine_client.protocol import wire
 from engine_client.protocol.batch import encode_outputs
-from engine_client.protocol.frames import Frame, Kind, Segment
+from engine_client.protocol.codec import dumps
+from engine_client.protocol.frames import Frame, Kind, RawFrame, Segment
 from engine_client.protocol.framing import MAX_FRAME, FrameReader, pack_prefix
-from fuzz.targets import LIMIT, TARGETS, codec, framing, handshake
+from fuzz.targets import DECODERS, LIMIT, TARGETS, framing, handshake
 from helpers.calls import played_session
+from helpers.clients import make_request
+from helpers.hostile import damaged, packed
+from helpers.rig import rig
 from helpers.timing import DEADLOCK, eventually
-
-
-def packed(frame: Frame) -> bytes:
-    """Return a frame as it is on the wire."""
-    segments = [Segment(len(view)) for view in frame.buffers]
-    prefix = pack_prefix(frame.kind, frame.flags, frame.ref, len(frame.header), segments)
-    return b"".join([prefix, frame.header, *frame.buffers])
 
 
 def life() -> list[bytes]:
@@ -51,23 +49,28 @@ def life() -> list[bytes]:
 
 LIFE = life()
 
-STREAMS = st.lists(st.sampled_from(LIFE), max_size=6).map(b"".join)  # in any order, repeated
+
+def requests() -> list[bytes]:
+    """Return what a client sends in the life of an engine."""
+    request = make_request("a", 3)
+    frames = [
+        wire.encode_init(wire.Init("token", 0, "module:function", [], [], {}, {}, dumps((1, 2, False)))),
+        wire.encode_add(1, request, array("I", request.prompt_token_ids or ())),
+        wire.encode_add(2, make_request("b", 3, cache_salt="x", trace_headers={"a": "b"}), array("I", [1, 2])),
+        wire.encode_abort([1, 2, 1 << 40]),
+        wire.encode_utility(1, "echo", (1, "x")),
+        wire.encode_utility(2, "echo", (b"x" * 70_000, [1.5])),
+        wire.encode_text(Kind.ATTACH, str(os.getpid())),
+        wire.encode_text(Kind.SHUTDOWN, "enough"),
+    ]
+    return [packed(frame) for frame in frames]
 
 
-@st.composite
-def damaged(draw: st.DrawFn) -> bytes:
-    """Return a stream with bytes cut out, changed or put in."""
-    stream = bytearray(draw(STREAMS))
-    for _ in range(draw(st.integers(0, 4))):
-        place = draw(st.integers(0, len(stream)))
-        # Mostly at the beginning, where the lengths are.
-        place = place if draw(st.booleans()) else min(place, draw(st.integers(0, 40)))
-        stream[place : place + draw(st.integers(0, 8))] = draw(st.binary(max_size=8))
-    return bytes(draw(st.binary(min_size=1, max_size=1)) + stream[: draw(st.integers(0, len(stream)))])
+REQUESTS = requests()
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@given(data=st.one_of(st.binary(max_size=500), damaged()))
+@given(data=st.one_of(st.binary(max_size=500), damaged(LIFE), damaged(REQUESTS)))
 @example(data=b"\xff" + b"".join(LIFE))
 @example(data=b"\x00" + b"".join(LIFE[:3]) * 2)
 @example(data=b"")
@@ -80,8 +83,12 @@ def test_the_whole_life_is_understood() -> None:
     """What is fuzzed is the real thing: undamaged, all of it comes through."""
     assert len(framing(b"\xff" + b"".join(LIFE))) == len(LIFE)
     handshake(b"\xff" + b"".join(LIFE))
-    for index, stream in enumerate(LIFE):
-        codec(bytes([index, 0]) + stream)
+    assert len(framing(b"\xff" + b"".join(REQUESTS))) == len(REQUESTS)
+    for stream in LIFE + REQUESTS:
+        [frame] = framing(b"\xff" + stream)
+        if isinstance(frame, RawFrame):
+            frame = Frame(frame.kind, frame.flags, frame.ref, frame.header, frame.inline)
+        DECODERS[frame.kind](frame)
 
 
 @given(length=st.integers(0, (1 << 64) - 1), count=st.integers(0, 65535), have=st.integers(0, 1000))
@@ -133,7 +140,7 @@ def _write(peer: Any, data: bytes) -> None:
     assert os.write(peer.channel.fileno(), data) == len(data)
 
 
-@given(data=damaged())
+@given(data=damaged(LIFE))
 @settings(max_examples=8)
 def test_a_client_survives_any_bytes_or_is_cleanly_dead(data: bytes) -> None:
     """Its reader never ends by them: the session runs on, or has an ending that says why."""
@@ -145,3 +152,22 @@ def test_a_client_survives_any_bytes_or_is_cleanly_dead(data: bytes) -> None:
         with pytest.raises(EngineDeadError) as caught:
             session.ensure_alive()
         assert "failed to read it" not in str(caught.value)
+
+
+def messages() -> list[bytes]:
+    """Return what a client sends and an engine lives on by: all but what starts it, and ends it."""
+    return REQUESTS[1:-1]
+
+
+@given(data=damaged(messages()))
+@settings(max_examples=8)
+def test_an_engine_serves_others_whatever_one_sends(data: bytes) -> None:
+    """Its loop never ends by any bytes of one front-end: it drops that, or ignores a message, and serves the other."""
+    with rig(count=2) as r:
+        r.front_ends[0].channel.is_restricted = True  # damaged pickles are not run here
+        assert os.write(r.clients[0].fileno(), data[1:]) == len(data) - 1
+        assert r.call("echo", 1, client=1) == 1
+        r.clients[0].close()
+        eventually(lambda: r.front_ends[0].gone, DEADLOCK)
+        assert r.call("echo", 2, client=1) == 2
+        assert r.error is None

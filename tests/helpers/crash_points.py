@@ -6,8 +6,10 @@
 kill      the process that is there ends by SIGKILL
 stop      it stops there (SIGSTOP) and does not go on by itself
 delay     it takes longer there: nothing may come of that
-cut       the stream ends there, in mid-frame
-corrupt   bytes that are no frame come before the frame
+cut       the stream ends there, in mid-frame: in its header, or in its table of segments
+cut_early after its first byte
+cut_late  before its last byte
+corrupt   bytes that are no frame come before the frame, or inside it
 ========  =============================================================================================
 
 In an engine, a fault is armed by the environment, from the first line on (``faulty/sitecustomize.py``); in the process
@@ -38,7 +40,10 @@ DELAY: Final = 0.3
 _IN_HEADER: Final = 24 + 1
 """Bytes of a frame after which it is in its header, or in its table of segments."""
 
-FAULTS: Final = ("kill", "stop", "delay", "cut", "corrupt")
+_PLACES: Final = {"cut_early": 1, "cut_late": -1}
+"""After how many bytes of a frame its middle comes for these faults; below zero: how many are left."""
+
+FAULTS: Final = ("kill", "stop", "delay", "cut", "cut_early", "cut_late", "corrupt")
 
 
 class Point(NamedTuple):
@@ -122,7 +127,7 @@ POINTS: Final = tuple(_points())
 def faults_at(point: Point) -> tuple[str, ...]:
     """Return the faults that make sense at a point."""
     if point.name.endswith(".mid"):
-        return ("kill", "stop", "delay", "cut")
+        return FAULTS
     if point.name.startswith("send.") and point.name.endswith(".before"):
         return ("kill", "stop", "delay", "corrupt")
     return ("kill", "stop", "delay")
@@ -165,7 +170,7 @@ class _Armed:
         """Let it happen."""
         if self.fault == "delay":
             time.sleep(DELAY)
-        elif self.fault == "cut":
+        elif self.fault.startswith("cut"):
             channel.hang_up()
         elif self.fault == "corrupt":
             from helpers.pipes import GARBAGE, write_raw
@@ -185,7 +190,7 @@ class _Armed:
                 channel._socket = real
                 self.reach(name, channel)
 
-            channel._socket = EndingSocket(real, _IN_HEADER, act)
+            channel._socket = EndingSocket(real, _PLACES.get(self.fault, _IN_HEADER), act)
 
 
 def _around(owner: Any, name: str, before: Callable[..., object], after: Callable[..., object]) -> Callable[[], None]:

@@ -56,7 +56,7 @@ def channel_here() -> Channel:
 
 
 class EndingSocket:
-    """A socket that, after an exact number of bytes more, calls something, once."""
+    """A socket that, after an exact number of bytes more, calls something, once; -1 is before the last byte."""
 
     def __init__(self, real: Any, left: int, act: Callable[[], object]) -> None:
         self.real = real
@@ -67,6 +67,8 @@ class EndingSocket:
         return getattr(self.real, name)
 
     def sendmsg(self, parts: list[Any], *rest: Any) -> int:
+        if self.left < 0:
+            self.left += sum(memoryview(part).nbytes for part in parts)
         if self.act is not None and not self.left:
             act, self.act = self.act, None
             act()  # SIGSTOP comes back here
