@@ -29,7 +29,7 @@ from helpers.calls import async_client
 from helpers.clients import collect, make_request, pid_of, scripted_client
 from helpers.doomed import Ending, ignore_sigterm, late_reply
 from helpers.fakes import several_engines
-from helpers.procs import run_script, wait_gone
+from helpers.procs import holders_of, memory_of, run_script, wait_gone
 from helpers.scenes import METHODS, Waiter, client_of, interrupt_after, methods, record_logs
 from helpers.timing import eventually, took_at_most
 
@@ -862,14 +862,21 @@ def test_bc66_the_token_of_another_client_is_refused() -> None:
 
 
 def test_bc66_memory_has_no_name() -> None:
-    """Nothing of a client has a name that another could open: its memory is nameless, and no socket is bound."""
-    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-    with scripted_client() as client:
-        assert client.call_utility("echo", b"x" * (1 << 20)) == b"x" * (1 << 20)
-        bound = [line for line in Path("/proc/net/unix").read_text().splitlines() if "engine" in line]
-        assert bound == []
-        after = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-        assert not [name for name in after - before if name.startswith("engine")]
+    """Memory is nameless, and no two clients share any: only a client's own process and its engine have it."""
+    payload = b"x" * (1 << 20)
+    before = memory_of(os.getpid())  # of clients that others still have
+    with scripted_client() as one:
+        assert one.call_utility("echo", payload) == payload
+        of_one = memory_of(os.getpid()) - before
+        with scripted_client() as two:
+            assert two.call_utility("echo", payload) == payload
+            of_two = memory_of(os.getpid()) - before - of_one
+            for memory, client in ((of_one, one), (of_two, two)):
+                assert memory
+                assert all(row.endswith(" (deleted)") for row in memory)
+                assert holders_of(memory) == {os.getpid(), pid_of(client)}
+    eventually(lambda: not holders_of(of_one | of_two), 2.0)
+    assert [line for line in Path("/proc/net/unix").read_text().splitlines() if "engine-client" in line] == []
 
 
 # -- BC-55 -------------------------------------------------------------------------------------------------------------

@@ -25,8 +25,10 @@ from helpers.timing import DEADLOCK, eventually
 
 __all__ = [
     "ScriptResult",
+    "holders_of",
     "is_gone",
     "key_of",
+    "memory_of",
     "run_script",
     "script_environment",
     "start_orphan",
@@ -171,6 +173,22 @@ def _kill(keys: set[ProcessKey]) -> None:
     for key in keys:
         with suppress(OSError):  # it ended by itself
             os.kill(key.pid, signal.SIGKILL)
+
+
+def memory_of(pid: int) -> set[str]:
+    """Return device, inode and name of the nameless memory of ours that a process has mapped."""
+    rows = [row.split(maxsplit=5) for row in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    return {" ".join(row[3:]) for row in rows if len(row) == 6 and "engine-client-" in row[5]}
+
+
+def holders_of(memory: set[str]) -> set[int]:
+    """Return the processes that have some of this mapped; those of others cannot be looked into."""
+    found = set()
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
+        with suppress(OSError):
+            if memory_of(pid) & memory:
+                found.add(pid)
+    return found
 
 
 def is_gone(process: ProcessKey | int) -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 from engine_client.testing.leaks import eventually
 from helpers.notebooks import Notebook
-from helpers.procs import is_gone
+from helpers.procs import holders_of, is_gone, memory_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.crash]
 
@@ -161,8 +161,12 @@ def end_kernel(notebook: Notebook, end: str) -> None:
     [child_pid] = notebook.value(f"client.collective_rpc({child})")
     engine = pid_of(notebook)
     notebook.run("block = client.allocate(1 << 26); block[:1] = b'x'\nimport threading").check()
+    kernel = notebook.value("os.getpid()")
+    memory = memory_of(kernel)
+    assert holders_of(memory) == {kernel, engine}
     getattr(notebook, end)()
     notebook.wait_gone(engine, child_pid)
+    eventually(lambda: not holders_of(memory))
     if end == "restart":
         notebook.run(DEFINE + MAKE).check()
         assert notebook.run(WORKS).result == "[3, 4, 5]"
