@@ -5,7 +5,7 @@
 On each Python (by default the oldest and the newest that are supported), in virtual environments of their own: the
 wheel, the source distribution, and the wheel with each of its extras, one by one.  Each time the distribution's
 promises hold (``pip check``), nothing is installed that nobody asked for, ``engine-client doctor`` finds nothing wrong,
-and text is generated.  Two of them are gigabytes: in all it takes half an hour and more.  A Python
+and text is generated.  Two of them are gigabytes: in all it takes twenty minutes and more.  A Python
 that is not there is a failure.
 """
 
