@@ -28,7 +28,7 @@ from engine_client import (
     StartupError,
 )
 from engine_client.config import ModelConfig
-from engine_client.errors import HandshakeTimeout
+from engine_client.errors import HandshakeTimeout, RemoteCallError
 from engine_client.testing.inventory import describe_process, key_of
 from engine_client.testing.scripted import TARGET, Script
 from helpers.clients import make_request, session_of
@@ -48,7 +48,7 @@ STOP_BOUND: Final = 1_000 * MS
 CAUSES: Final = {
     "kill": ("SIGKILL",),
     **dict.fromkeys(("cut", "cut_early", "cut_late"), ("the stream ended inside a frame",)),
-    "corrupt": ("is not this protocol's mark", "cannot be", "RemoteProtocolError"),
+    **dict.fromkeys(("corrupt", "corrupt_late"), ("is not this protocol's mark", "cannot be", "RemoteProtocolError")),
 }
 """What an error says of the fault that an engine met."""
 READY_TIMEOUT: Final = 5_000 * MS
@@ -107,7 +107,7 @@ class Life:
     @property
     def is_damaged(self) -> bool:
         """Tell whether a message arrives with bytes in it that nobody has sent, which fails first what it is about."""
-        return self.fault == "corrupt" and self.point.name.endswith(".mid")
+        return self.fault.startswith("corrupt") and self.point.name.endswith(".mid")
 
     def live(self, arm: Callable[[], object] = lambda: None) -> None:
         """Live it, and check it; ``arm`` is called before the engines start that are to meet the fault."""
@@ -194,6 +194,8 @@ class Life:
             self.follow(consumer)
         if self.is_over():
             self.expect_death()
+            for call in (consumer, pending):  # which nothing else can end
+                self.check(isinstance(call.error, EngineDeadError), f"{call.call} ended with {call.error!r}")
         else:
             if self.point.name != "*" and self.point.phase not in ("end", "leave"):
                 self.check(self.told.exists() or not client.is_alive, "it was not reached")
@@ -274,7 +276,8 @@ class Life:
 
     def check_error(self, call: Any) -> None:
         error = call.error
-        is_right = error is None or isinstance(error, (EngineDeadError, StartupError)) or self.is_damaged
+        kinds = (EngineDeadError, StartupError, *((RemoteCallError,) if self.is_damaged else ()))
+        is_right = error is None or isinstance(error, kinds)
         if isinstance(error, EngineDeadError) and self.point.side == "engine" and " died: " in str(error):
             # Where all engines fail in a step, the first to be heard may be one that did not meet the fault.
             causes = (*CAUSES.get(self.fault, ("",)), *(("as asked",) if self.point.phase == "dead" else ()))

@@ -2,15 +2,16 @@
 
 ``POINTS`` is the table.  A name says what happens there: ``send.REPLY.mid`` is in the middle of a REPLY's bytes.
 
-========  =============================================================================================
-kill      the process that is there ends by SIGKILL
-stop      it stops there (SIGSTOP) and does not go on by itself
-delay     it takes longer there: nothing may come of that
-cut       the stream ends there, in mid-frame: in its header, or in its table of segments
-cut_early after its first byte
-cut_late  before its last byte
-corrupt   bytes that are no frame come before the frame, or inside it
-========  =============================================================================================
+============  ==================================================================================
+kill          the process that is there ends by SIGKILL
+stop          it stops there (SIGSTOP) and does not go on by itself
+delay         it takes longer there: nothing may come of that
+cut           the stream ends there, in mid-frame: in its header, or in its table of segments
+cut_early     after its first byte
+cut_late      before its last byte
+corrupt       bytes that are no frame come before the frame, or inside it where ``cut`` comes
+corrupt_late  before its last byte
+============  ==================================================================================
 
 In an engine, a fault is armed by the environment, from the first line on (``faulty/sitecustomize.py``); in the process
 of the client by ``armed``.  The first process that reaches a point claims it, with a file that tells the test so: of
@@ -40,10 +41,10 @@ DELAY: Final = 0.3
 _IN_HEADER: Final = 24 + 1
 """Bytes of a frame after which it is in its header, or in its table of segments."""
 
-_PLACES: Final = {"cut_early": 1, "cut_late": -1}
+_PLACES: Final = {"cut_early": 1, "cut_late": -1, "corrupt_late": -1}
 """After how many bytes of a frame its middle comes for these faults; below zero: how many are left."""
 
-FAULTS: Final = ("kill", "stop", "delay", "cut", "cut_early", "cut_late", "corrupt")
+FAULTS: Final = ("kill", "stop", "delay", "cut", "cut_early", "cut_late", "corrupt", "corrupt_late")
 
 
 class Point(NamedTuple):
@@ -172,7 +173,7 @@ class _Armed:
             time.sleep(DELAY)
         elif self.fault.startswith("cut"):
             channel.hang_up()
-        elif self.fault == "corrupt":
+        elif self.fault.startswith("corrupt"):
             from helpers.pipes import GARBAGE, write_raw
 
             write_raw(channel, GARBAGE["another protocol"])
