@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 import engine_client
+from engine_client import testing
+from engine_client.testing import faults, pytest_plugin
 from helpers.tree import MODULES, PACKAGE, TESTS, parse
 
 NAMES = sorted(engine_client.__all__)
@@ -118,5 +120,39 @@ def test_the_documentation_has_every_name():
     shown = re.findall(r"^\.\. auto(?:class|function|data):: (\S+)$", page, re.MULTILINE)
     for module in re.findall(r"^\.\. automodule:: (\S+)\n   :members:$", page, re.MULTILINE):
         shown += importlib.import_module(module).__all__
-    ours = [name for name in shown if not name.startswith("engine_client.testing.")]
+    ours = [name for name in shown if "." not in name]
     assert sorted(ours) == NAMES
+    assert len(set(shown)) == len(shown)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "engine_client.clients.metrics_server.MetricsServer",
+        "engine_client.executors.ngram.NGramExecutor",
+        "engine_client.executors.transformers.TransformersExecutor",
+        "engine_client.ipc.status_page.EngineStatus",
+        *(f"engine_client.testing.{name}" for name in testing.__all__ if name not in faults.__all__),
+    ],
+)
+def test_the_documentation_has_what_stands_elsewhere(name: str):
+    """The page has what users of other modules need, by its full name, which can be imported."""
+    page = (TESTS.parent / "docs" / "api.md").read_text(encoding="utf-8")
+    assert re.search(rf"^\.\. auto(?:class|function|data):: {re.escape(name)}$", page, re.MULTILINE)
+    module, _, last = name.rpartition(".")
+    assert hasattr(importlib.import_module(module), last)
+
+
+@pytest.mark.parametrize("name", ["leak_guard", "scripted_engine"])
+def test_the_documentation_has_the_fixtures(name: str):
+    """The page describes the fixtures of the plugin."""
+    page = (TESTS.parent / "docs" / "api.md").read_text(encoding="utf-8")
+    assert re.search(rf"^\.\. py:function:: {name}\(", page, re.MULTILINE)
+    assert name in pytest_plugin.__all__
+
+
+@pytest.mark.parametrize("name", ["SyncMPClient", "AsyncMPClient", "InprocClient"])
+def test_the_documentation_has_what_clients_inherit(name: str):
+    """A client's methods are all listed, also those of its bases."""
+    page = (TESTS.parent / "docs" / "api.md").read_text(encoding="utf-8")
+    assert f".. autoclass:: {name}\n   :members:\n   :inherited-members:\n" in page

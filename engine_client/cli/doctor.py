@@ -29,6 +29,21 @@ _ROOMY: Final = 256 * _MIB  # the temporary file in place of a memfd goes to /de
 _V1_UNLIMITED: Final = 1 << 62  # version 1 of the memory cgroup says "no limit" by a huge number
 _DESCRIPTORS: Final = 64  # an engine needs about a dozen, its host has some too
 
+_OPTIONAL: Final = (
+    ("cloudpickle", "classes of notebook cells and lambdas reach the engine", "pip install engine_client[notebook]"),
+    ("tqdm", "progress bars", "pip install engine_client[progress]"),
+    ("prometheus_client", "client.metrics() and serve_metrics()", "pip install engine_client[metrics]"),
+    ("matplotlib", "engine-client bench --plot", "pip install engine_client[plot]"),
+    ("numpy", "arrays travel without a copy", "not needed"),
+    ("torch", "CPU tensors travel without a copy", "not needed"),
+    ("transformers", "TransformersExecutor, if torch is there too", "pip install engine_client[transformers]"),
+    (
+        "vllm",
+        "engine_client.integrations.vllm, if it is the version that this knows",
+        "pip install engine_client[vllm]",
+    ),
+)
+
 
 class Finding(NamedTuple):
     """One thing found.
@@ -246,17 +261,8 @@ def _pipes() -> Iterator[Finding]:
 def _extras() -> Iterator[Finding]:
     from importlib.util import find_spec  # noqa: PLC0415  # not for other commands
 
-    for module, present, absent in (
-        (
-            "cloudpickle",
-            "classes of notebook cells and lambdas reach the engine",
-            "pip install engine_client[notebook]",
-        ),
-        ("tqdm", "progress bars", "pip install engine_client[progress]"),
-        ("numpy", "arrays travel without a copy", "not needed"),
-        ("torch", "CPU tensors travel without a copy", "not needed"),
-    ):
-        found = find_spec(module) is not None
+    for module, present, absent in _OPTIONAL:
+        found = find_spec(module) is not None  # torch, transformers and vllm take seconds to import
         yield Finding("ok" if found else "none", module, present if found else f"not installed ({absent})")
 
 

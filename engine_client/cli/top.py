@@ -32,6 +32,9 @@ _HEADER: Final = (
     *("RANK", "PID", "CLIENT", "STATE", "WAITING", "RUNNING", "TOKENS/S", "PROMPT/S", "STEPS/S", "KV%"),
     *("MEMORY", "UP"),
 )
+_LEAST_FIRST: Final = ("STEPS/S", "PROMPT/S", "CLIENT", "KV%", "RANK")
+"""What a narrow terminal does without, in this order, once the headings are short."""
+_SHORT: Final = {"WAITING": "WAIT", "RUNNING": "RUN", "TOKENS/S": "TOK/S"}
 _HOME: Final = "\x1b[H"
 _END_OF_LINE: Final = "\x1b[K"
 _REST: Final = "\x1b[J"
@@ -58,7 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         while left:
             engines = running_engines(arguments.pid)
             number = len(engines)
-            _show(table(engines, rates), is_live=is_live)
+            width = shutil.get_terminal_size().columns - 1 if is_live else None
+            _show(table(engines, rates, width), is_live=is_live)
             left -= 1
             if left:
                 time.sleep(arguments.interval)
@@ -95,13 +99,31 @@ class Rates:
         return tuple((new - old) / seconds for new, old in zip(now[1], before, strict=True))
 
 
-def table(engines: list[RunningEngine], rates: Rates) -> list[str]:
-    """Return the lines of the table."""
+def table(engines: list[RunningEngine], rates: Rates, width: int | None = None) -> list[str]:
+    """Return the lines of the table.
+
+    Args:
+        engines: one for each line.
+        rates: where those of the last look are.
+        width: the most characters for a line, for which headings are shortened, and then the least important columns
+            left out; None: any number.
+    """
     if not engines:
         return ["no engine of this user is running here (or none that may be looked at)"]
-    cells = [_HEADER, *(_cells(engine, rates.of(engine)) for engine in engines)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+    lines = [_HEADER, *(_cells(engine, rates.of(engine)) for engine in engines)]
+    columns = list(zip(*lines, strict=True))
+    if width is not None and len(_joined(columns)[0]) > width:
+        columns = [(_SHORT.get(column[0], column[0]), *column[1:]) for column in columns]
+        for name in _LEAST_FIRST:
+            if len(_joined(columns)[0]) > width:
+                columns = [column for column in columns if column[0] != name]
+    return _joined(columns)
+
+
+def _joined(columns: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in columns]
+    lines = zip(*columns, strict=True)
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
 
 
 def _cells(engine: RunningEngine, rates: tuple[float, ...] | None) -> tuple[str, ...]:

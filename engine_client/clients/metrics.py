@@ -5,9 +5,10 @@
     status pages, counters of engines ─┐
     arena, calls, restarts of the session ┴─▶ Measurements ─▶ a registry of its own ─▶ text
 
-Names are the reference's, behind a prefix of ours; what only this layer knows stands beside them.  The engines count
-anyhow and are not asked.  How long frames are under way is measured from the first call of ``metrics`` on: before it
-costs nothing.
+What the reference has too has its name, labels, type and buckets, behind a prefix of ours; what only this layer knows
+stands beside it.  What takes counts or times of each request is left to the front-end above, which has them.  The
+engines count anyhow and are not asked.  How long frames are under way is measured from the first call of ``metrics``
+on: before it costs nothing.
 
 ``prometheus_client`` (``pip install engine_client[metrics]``) writes the text.  Nothing is registered globally, so
 clients of one process do not meet.
@@ -17,6 +18,7 @@ Threads: any.
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -85,7 +87,9 @@ class Measured(ABC):
         It can be called at any time, from any thread, also when an engine is dead or the client closed.
 
         Args:
-            prefix: of the names; ``"vllm"`` makes them those that the reference's dashboards expect.
+            prefix: of the names; ``"vllm"`` gives those that the reference has too the names that its dashboards
+                expect.  That is what an engine counts as a whole, and the times to a request's first token and to its
+                end; not its other histograms (``docs/monitoring.md`` has the list).
 
         Raises:
             ImportError: ``prometheus_client`` is not installed; says what to install.
@@ -160,7 +164,8 @@ class _Collector:
         status = engine.status
         self._gauge("num_requests_running", "Requests in the engine that run.", labels, status.running)
         self._gauge("num_requests_waiting", "Requests in the engine that wait.", labels, status.waiting)
-        self._gauge("engine_sleep_state", "1: the engine sleeps.", labels, status.is_sleeping)
+        for state, value in _sleep_states(status).items():
+            self._gauge("engine_sleep_state", _SLEEP_TEXT, {**labels, "sleep_state": state}, value)
         self._gauge("engine_up", "1: the engine lives and is ready.", labels, status.condition not in _DOWN)
         self._counter("engine_steps", "Steps that the engine has made.", labels, status.steps)
         self._counter("engine_restarts", "How often the engine was started again.", labels, engine.restarts)
@@ -171,6 +176,8 @@ class _Collector:
         self._gauge("kv_cache_usage_perc", "KV blocks that are in use; 1 is all.", labels, counted.kv_usage)
         self._counter("num_preemptions", "How often a request lost its KV blocks.", labels, counted.preemptions)
         self._counter("prompt_tokens", "Prompt tokens taken.", labels, counted.prompt_tokens)
+        text = "Prompt tokens that were in the prefix cache."
+        self._counter("prompt_tokens_cached", text, labels, counted.prefix_hits)  # no other cache has any
         self._counter("generation_tokens", "Tokens generated.", labels, counted.generation_tokens)
         self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", labels, counted.prefix_queries)
         self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", labels, counted.prefix_hits)
@@ -184,8 +191,11 @@ class _Collector:
 
     def _client(self, labels: dict[str, str]) -> None:
         measured = self.measurements
-        self._gauge("num_requests_in_flight", "Requests sent that have not ended.", labels, measured.in_flight)
-        self._gauge("num_calls_pending", "Utility calls that wait for an answer.", labels, measured.pending_calls)
+        # Which engine has each is not kept apart, so there is no label ``engine``.
+        text = "Requests that this client has sent and that have not ended, of all its engines together."
+        self._gauge("num_requests_in_flight", text, labels, measured.in_flight)
+        text = "Utility calls of this client that wait for an answer, of all its engines together."
+        self._gauge("num_calls_pending", text, labels, measured.pending_calls)
         if measured.arena is not None:
             self._arena({**labels, "engine": "", "direction": "requests"}, measured.arena)
 
@@ -233,4 +243,11 @@ class _Collector:
         family.add_metric(list(labels.values()), list(zip(ends, accumulate(counts), strict=True)), found[1])
 
 
+def _sleep_states(status: EngineStatus) -> dict[str, float]:
+    """Return the reference's states of sleep; of a sleeping engine it is not known which of the two it is."""
+    asleep = math.nan if status.is_sleeping else 0.0
+    return {"awake": float(not status.is_sleeping), "weights_offloaded": asleep, "discard_all": asleep}
+
+
 _DOWN: Final = frozenset({"starting", "dead"})
+_SLEEP_TEXT: Final = "awake is 1, or 0 while the engine sleeps; the others, its level, are then NaN: it is not known."

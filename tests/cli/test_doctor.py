@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import configparser
 import fcntl
+import importlib.util
 import os
+import re
 import resource
 import sys
 import tempfile
@@ -96,6 +99,23 @@ def test_missing_system_calls_have_stand_ins(monkeypatch: pytest.MonkeyPatch):
     assert "a pipe that only the engine holds" in found["pidfd"].text
     assert found["launcher's death"].state == "none"
     assert "a thread of the engine" in found["launcher's death"].text
+
+
+EXTRAS = configparser.ConfigParser()
+EXTRAS.read(Path(__file__).parents[2] / "setup.cfg", encoding="utf-8")
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize("extra", [name for name in EXTRAS["options.extras_require"] if name not in ("docs", "test")])
+def test_every_extra_is_told(monkeypatch: pytest.MonkeyPatch, extra: str):
+    """What an extra brings is there, or is missing and says how to get it; it is not imported to know that."""
+    module = re.match(r"\s*(\w+)", EXTRAS["options.extras_require"][extra])[1]
+    was_there = module in sys.modules
+    found = findings()[module]
+    assert found.state == ("none" if importlib.util.find_spec(module) is None else "ok")
+    assert (module in sys.modules) is was_there
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert findings()[module] == Finding("none", module, f"not installed (pip install engine_client[{extra}])")
 
 
 @pytest.mark.usefixtures("no_engine")

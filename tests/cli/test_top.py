@@ -9,9 +9,12 @@ import sys
 
 import pytest
 
-from engine_client import EngineConfig, EngineCoreClient, ParallelConfig, running_engines
+import engine_client
+from engine_client import EngineConfig, EngineCoreClient, ParallelConfig, RunningEngine, running_engines
 from engine_client.cli import top
 from engine_client.cli.main import main
+from engine_client.ipc.counters import Reading
+from engine_client.ipc.status_page import EngineStatus
 from helpers.clients import make_request
 from helpers.engines import Recording
 from helpers.procs import run_script
@@ -76,6 +79,46 @@ def test_on_a_terminal_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
     assert screen.getvalue().count("\x1b[H") == 3
     assert screen.getvalue().count("RANK") == 3
+
+
+def running(rank: int, condition: str) -> RunningEngine:
+    """Return an engine that has been at it for long, and whose cells are as wide as they come."""
+    status = EngineStatus(rank=rank, condition=condition, waiting=1024, running=256)
+    return RunningEngine(status, Reading(kv_usage=1.0), 4_194_303, 4_194_302, 512 << 30, 250 * 3600.0)
+
+
+@pytest.mark.parametrize("condition", ["ready", "in a step for 3600 s"])
+def test_80_columns_are_enough_for_what_matters(monkeypatch: pytest.MonkeyPatch, condition: str) -> None:
+    """Where not all fits, the least important columns are left out and none is cut."""
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    monkeypatch.setattr(engine_client, "running_engines", lambda pid: [running(rank, condition) for rank in (0, 1)])
+    assert main(["top", "-n", "1"]) == 0
+    monkeypatch.undo()
+    header, *rows, _ = screen.getvalue().removeprefix("\x1b[H").split("\x1b[K\n")
+    names, cells = header.split(), [re.split("  +", row.strip()) for row in rows]
+    assert [name for name in ("RANK", "CLIENT") if name in names] == (
+        ["RANK", "CLIENT"] if condition == "ready" else ["RANK"]
+    )
+    shown = {"PID": "4194303", "STATE": condition, "WAIT": "1024", "RUN": "256", "TOK/S": "-"}
+    shown |= {"MEMORY": "524,288 MiB", "UP": "250:00:00"}
+    for row in cells:
+        assert shown.items() <= dict(zip(names, row, strict=True)).items()
+    assert max(map(len, [header, *rows])) <= 79
+
+
+def test_a_wide_terminal_and_a_pipe_get_everything() -> None:
+    """Columns are left out one by one, and only where there is no room."""
+    engines = [running(0, "ready")]
+    everything = top.table(engines, top.Rates())
+    width = len(everything[0])
+    assert top.table(engines, top.Rates(), width) == everything
+    shown = [[*top.table(engines, top.Rates(), size)[0].split()] for size in (width - 1, width - 11, 0)]
+    short = ["RANK", "PID", "CLIENT", "STATE", "WAIT", "RUN", "TOK/S", "PROMPT/S", "STEPS/S", "KV%", "MEMORY", "UP"]
+    assert shown[:2] == [short, [name for name in short if name != "STEPS/S"]]
+    assert shown[2] == ["PID", "STATE", "WAIT", "RUN", "TOK/S", "MEMORY", "UP"]
 
 
 def test_without_an_engine_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
