@@ -20,7 +20,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any, Final, TextIO
 
-__all__ = ["READY", "ProgressBar"]
+__all__ = ["READY", "ProgressBar", "in_notebook"]
 
 READY: Final = "ready"
 """The last phase of a start: how many engines are ready, of how many."""
@@ -50,7 +50,7 @@ class ProgressBar:
         self._phase = ""
         self._shown_at = 0.0
         self._is_cleared = False
-        self._is_notebook = _in_notebook()
+        self._is_notebook = in_notebook()
         is_seen = self._is_notebook or (self._file is not None and self._file.isatty())
         self._make: Any = _load_bar(notebook=self._is_notebook) if is_seen else None
         if self._make is None and not optional and not _is_installed():
@@ -90,7 +90,7 @@ class ProgressBar:
             self._bar = self._make(desc=phase, total=total or None, **self._options(note))
         bar = self._bar
         if total and bar.total != total:
-            bar.total = total
+            self._set_total(done, total)
         if note:
             bar.set_postfix_str(note, refresh=False)
         bar.update(done - bar.n)
@@ -98,6 +98,16 @@ class ProgressBar:
             self._shown_at = time.monotonic()
             self._is_cleared = False
             bar.refresh()
+
+    def _set_total(self, done: int, total: int) -> None:
+        """Have the bar go on with another total."""
+        bar = self._bar
+        if hasattr(bar, "container"):  # a widget, which learns it in no other way, and begins anew then
+            began = bar.start_t
+            bar.reset(total)
+            bar.start_t, bar.n = began, done
+            bar.refresh()
+        bar.total = total
 
     def _options(self, note: str) -> dict[str, Any]:
         options: dict[str, Any] = {"leave": False}
@@ -119,11 +129,12 @@ class ProgressBar:
         """Remove the bar; the next call makes a new one."""
         self._phase = ""
         if self._bar is not None:
+            self._bar.total = None  # a widget would stay, in red, if it is not full
             self._bar.close()
             self._bar = None
 
 
-def _in_notebook() -> bool:
+def in_notebook() -> bool:
     """Tell whether this is the kernel of a notebook, without loading IPython for it."""
     ipython = sys.modules.get("IPython")
     shell = None

@@ -6,7 +6,7 @@ Of every page, the blocks run in order in one empty directory (see CONTRIBUTING.
 - ``console``: lines after ``$`` are run by bash; what stands below each is its output, where ``...`` matches anything;
 - ``bash``: a script;
 - ``text`` right after ``<!-- output -->``: what the block before it printed, ``...`` as above;
-- anything else (``sh``, ``ini``, …) is only read.
+- anything else is not run here: ``text`` is a picture, and ``ELSEWHERE`` says of each other block where it is run.
 
 A block under ``<!-- in a clone -->`` is run by itself, in a copy of the project, as on a fresh machine: it may install.
 Those under ``<!-- in a notebook -->`` are cells of one notebook, with a kernel of its own.
@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from pathlib import Path
 
 import pytest
 
+from engine_client.cli import main as cli
 from engine_client.testing.leaks import LeakGuard
 from helpers.procs import script_environment
 from helpers.timing import DEADLOCK
@@ -37,6 +40,21 @@ PLUGIN = "engine_client.testing.pytest_plugin"
 
 IN_A_CLONE = "in a clone"
 IN_A_NOTEBOOK = "in a notebook"
+
+RUN_HERE = {"python", "bash", "console", "text"}
+
+ELSEWHERE = {
+    ("README.md", ".venv/bin/pip install --quiet tox"): "nowhere: these tests would run themselves",
+    ("docs/drop-in.md", "pip install '.[vllm]'"): "by hand: gigabytes",
+    ("docs/drop-in.md", "from engine_client.integrations.vllm"): "tests/integrations/vllm/test_install.py",
+    ("docs/drop-in.md", "python -m engine_client.integrations"): "tests/integrations/vllm/test_serving.py",
+    ("docs/performance.md", "engine-client bench --peer ~/vllm"): "by hand: vLLM, and many minutes of an idle machine",
+    ("docs/transformers.md", "pip install '.[transformers]'"): "by hand: gigabytes",
+    ("docs/transformers.md", "pip install gguf accelerate"): "by tox -e transformers, in its own words: 100 MB",
+    ("docs/transformers.md", "engine-client chat"): "tests/with_transformers/test_guide.py",
+    ("docs/transformers.md", "from engine_client import ClientOptions"): "tests/with_transformers/test_guide.py",
+}
+"""By page and beginning, the blocks that ``test_page`` passes over: where they run, or why nothing runs them."""
 
 _BLOCK = re.compile(
     r"(?:^<!-- (?P<note>[^\n]*) -->\n+)?^```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
@@ -186,6 +204,35 @@ def test_block_in_a_clone(page: Path, block: Block, tmp_path: Path):
     run_block(block, clone, f"{page.name}:{block.line}", "", bare=True)
 
 
+def test_no_other_block_is_only_read():
+    """Every block is run, or named in ``ELSEWHERE``; what is named is still there, and so is the test that runs it."""
+    passed_over = [
+        (str(page.relative_to(ROOT)), block.text)
+        for page in PAGES
+        for block in blocks_of(page)
+        if block.language not in RUN_HERE
+    ]
+    named = [[key for key in ELSEWHERE if key[0] == page and text.startswith(key[1])] for page, text in passed_over]
+    assert [block for block, keys in zip(passed_over, named, strict=True) if not keys] == []
+    assert sorted(key for keys in named for key in keys) == sorted(ELSEWHERE)
+    assert [where for where in ELSEWHERE.values() if where.startswith("tests/") and not (ROOT / where).exists()] == []
+
+
+def test_commands_that_are_only_read_are_understood():
+    """Where a page shows a command that no test runs, at least its arguments exist."""
+    lines = [
+        line
+        for page in PAGES
+        for block in blocks_of(page)
+        if block.language == "sh"
+        for line in block.text.splitlines()
+        if line.startswith("engine-client ")
+    ]
+    assert lines
+    for line in lines:
+        assert cli._parser().parse_args(shlex.split(line, comments=True)[1:]).command, line  # noqa: SLF001  # to run none
+
+
 def test_every_page_is_in_the_site():
     """Each page of docs/ is named in the index, once; Sphinx itself is run by ``tox -e docs``."""
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
@@ -197,6 +244,20 @@ def test_every_page_is_in_the_site():
 def test_the_architecture_is_included():
     """The site shows the one ARCHITECTURE.md, not a copy of it."""
     assert "{include} ../ARCHITECTURE.md" in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_the_site_leads_to_what_is_not_in_it(page: Path):
+    """Links out of docs/ become links within the site, or say where to look; the table of README.md is shown."""
+    text = page.read_text(encoding="utf-8")
+    source = [text]
+    runpy.run_path(str(ROOT / "docs" / "conf.py"))["rewrite_links"](None, page.stem, source)
+    assert "](../" not in source[0]
+    for path in re.findall(r"\]\(\.\./(examples/[^)]*)\)", text):
+        assert f"`{path}` in the repository" in source[0]
+    if page.name == "performance.md":
+        assert "| first token, p50 |" in source[0]
+        assert "| first token, p50 |" not in text
 
 
 def test_pages_are_found():

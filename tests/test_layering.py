@@ -147,7 +147,9 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "ngram": {"corpus", "ngram_model", "sampling"},
         "ngram_model": {"corpus"},
         "torch_sampling": {"sampling"},
-        "transformers": {"paged_cache", "passes", "sampling", "torch_sampling", "transformers_progress"},
+        "transformers": {
+            *("paged_cache", "passes", "sampling", "torch_sampling", "transformers_gguf", "transformers_progress"),
+        },
     },
     "testing": {
         "clients": {"scripted"},

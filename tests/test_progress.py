@@ -116,6 +116,47 @@ def test_it_is_for_notebooks_too(events: list[Any], monkeypatch: pytest.MonkeyPa
     assert not ProgressBar(io.StringIO()).is_visible
 
 
+@pytest.fixture
+def widgets(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Give the bars that are made as in the kernel of a notebook that has ipywidgets."""
+    pytest.importorskip("ipywidgets")
+    import IPython
+    import tqdm.notebook
+
+    class Kept(tqdm.notebook.tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            bars.append(self)
+
+    bars: list[Any] = []
+    module = ModuleType("tqdm.auto")  # the real one looks for a kernel when it is imported
+    module.tqdm = Kept  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tqdm.auto", module)
+    monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(kernel=object()))
+    return bars
+
+
+def test_a_widget_learns_its_total(widgets: list[Any]) -> None:
+    """A bar that is a widget is full when all is done, though its total came later or changed; its clock goes on."""
+    with ProgressBar() as progress:
+        progress("a", 0, 0)
+        began = widgets[0].start_t
+        for done, total in ((1, 10), (6, 20)):
+            progress("a", done, total)
+            shown = widgets[0].container.children[1]
+            assert (shown.value, shown.max) == (done, total)
+        assert (len(widgets), widgets[0].start_t) == (1, began)
+
+
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_a_widget_is_removed(widgets: list[Any], done: int) -> None:
+    """The end of a phase hides the widget, full or not."""
+    with ProgressBar() as progress:
+        progress("a", done, 2)
+    assert widgets[0].container.layout.visibility == "hidden"
+    assert widgets[0].container.children[1].bar_style == ""
+
+
 @pytest.mark.parametrize("multiprocess", [True, False])
 def test_a_start_is_shown(multiprocess: bool) -> None:
     """Given as ``on_progress`` it shows what the executor tells while it is built, in whichever process that is."""

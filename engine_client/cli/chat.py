@@ -33,7 +33,7 @@ _PROMPT: Final = "> "
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add = parser.add_argument
-    add("--model", required=True, metavar="DIR", help="folder or repository of the model")
+    add("--model", required=True, metavar="DIR", help="folder, GGUF file or repository of the model")
     add("--system", metavar="TEXT", help="what the model is told first (default: the model's own)")
     add("--mode", choices=("mp", "inproc"), default="mp", help="run the engine in a child process (default) or here")
     add("-n", "--max-tokens", type=int, default=512, metavar="N", help="longest answer (default: %(default)s)")

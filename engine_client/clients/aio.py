@@ -268,7 +268,6 @@ class AsyncMPClient(AsyncUtilities, MPClient):
             sending.add_done_callback(lambda done: (done.cancelled() or done.exception(), undo()))
             raise
 
-    @staticmethod
-    async def _on_a_thread(function: Callable[..., T], *args: Any) -> T:
+    async def _on_a_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Return ``function(*args)``, which would hold up the loop; the thread is the loop's own."""
-        return await asyncio.get_running_loop().run_in_executor(None, function, *args)
+        return await self._mailboxes.sleep(asyncio.get_running_loop().run_in_executor(None, function, *args))

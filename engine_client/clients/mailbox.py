@@ -6,6 +6,8 @@
 
 A loop that was closed takes nothing: its mailbox is dropped, and ``post`` says so.  Nothing here keeps a loop alive.
 
+In the kernel of a notebook a loop that is slept in wakes now and then, so that the stop button interrupts what waits.
+
 Threads: ``post`` from any; callbacks run on their loop's.
 """
 
@@ -18,14 +20,20 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from engine_client.clients.calls import Reply
+from engine_client.progress import in_notebook
 
 __all__ = ["Mailboxes"]
 
+T = TypeVar("T")
+
 _TURN: Final = 0.005
 """Seconds that one consumer may go on without letting the other tasks of its loop run."""
+
+_TICK: Final = 0.2
+"""Seconds that the loop of a kernel may sleep."""
 
 
 class _Mailbox:
@@ -67,6 +75,23 @@ class _Mailbox:
                 self._posts.popleft()()
 
 
+class _Ticks:
+    """Wakes the running loop now and then, until it is cancelled.
+
+    The handler of ipykernel for SIGINT adds a callback to the loop, from within its sleep, and does not end that sleep.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._tick()
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(_TICK, self._tick)
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+
 class Mailboxes:
     """The mailboxes of one client: one for each event loop that its coroutines have run in."""
 
@@ -74,6 +99,7 @@ class Mailboxes:
         self._lock = threading.Lock()
         self._boxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = weakref.WeakKeyDictionary()
         self._open: set[_Mailbox] = set()  # also those whose loop is gone, until ``take_closed``
+        self._is_notebook = in_notebook()
 
     def __repr__(self) -> str:
         return f"<Mailboxes loops={len(self._boxes)}>"
@@ -103,7 +129,7 @@ class Mailboxes:
         """Have a loop call something soon, from any thread; return False if it is closed."""
         return self._box(loop).post(callback)
 
-    def waker(self, future: asyncio.Future[None]) -> Callable[..., bool]:
+    def waker(self, future: asyncio.Future[Any]) -> Callable[..., bool]:
         """Return what ends a future of the running loop, from any thread, whatever it is called with.
 
         It returns False if that loop is closed, so that nobody waits any more.
@@ -130,16 +156,17 @@ class Mailboxes:
         """Return a future of the running loop, to wait for with ``sleep``."""
         return asyncio.get_running_loop().create_future()
 
-    async def sleep(self, future: asyncio.Future[None], timeout: float | None) -> None:
-        """Wait for the end of a future that has no result, at most ``timeout`` seconds."""
-        if timeout is None:
-            await future
-            return
-        timer = asyncio.get_running_loop().call_later(timeout, self.waker(future))
+    async def sleep(self, future: asyncio.Future[T], timeout: float | None = None) -> T:
+        """Wait for the end of a future, and return its result; with a timeout it is one that has none."""
+        ticks = _Ticks() if self._is_notebook else None
+        timer = None if timeout is None else asyncio.get_running_loop().call_later(timeout, self.waker(future))
         try:
-            await future
+            return await future
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
+            if ticks is not None:
+                ticks.cancel()
 
     async def take_turns(self, *, together: bool = False) -> None:
         """Let other tasks of the running loop go on, if they had to wait for some milliseconds.

@@ -5,7 +5,8 @@
     batch ─▶ passes: all requests of one token · prompts of like length · pooling ─▶ model ─▶ logits ─▶ a token each
                                 └─ keys and values of each token, in the scheduler's own blocks ─┘
 
-``vllm_config.model_config.model`` names the folder or the repository; ``pip install engine_client[transformers]``.
+``vllm_config.model_config.model`` names the folder, the GGUF file or the repository; ``pip install
+engine_client[transformers]``, and for GGUF ``gguf`` and ``accelerate``.
 Requests join and leave the batch with every step.  Prefixes are shared, prompts may come in chunks, and a preempted
 request is computed again; none of that changes what is chosen, but by the rounding of sums in another order.
 
@@ -25,6 +26,7 @@ from engine_client.executors.paged_cache import BlockStore, Rows, make_cache
 from engine_client.executors.passes import passes
 from engine_client.executors.sampling import check_params, option, seeded_uniform
 from engine_client.executors.torch_sampling import choose, is_plain, logprob_rows
+from engine_client.executors.transformers_gguf import locate
 from engine_client.executors.transformers_progress import progress_of_transformers
 from engine_client.messages import LogprobsLists
 
@@ -42,7 +44,7 @@ class TransformersExecutor(Executor):
     float32.
 
     Raises:
-        ImportError: transformers or torch is not installed; says what to install.
+        ImportError: transformers, torch, or what reads GGUF files is not installed; says what to install.
         OSError, ValueError: the model cannot be read, or is of a kind that this cannot run.
     """
 
@@ -61,8 +63,8 @@ class TransformersExecutor(Executor):
         self.device = torch.device(more.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._options = {"trust_remote_code": bool(vllm_config.model_config.trust_remote_code)}
         report_progress("loading tokenizer", 0)
-        name = vllm_config.model_config.tokenizer or vllm_config.model_config.model
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(name, **self._options)
+        name, more_options = locate(vllm_config.model_config.tokenizer or vllm_config.model_config.model)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(name, **more_options, **self._options)
         self._model: Any = self._load()
         self._read_config(int(more.get("kv_cache_bytes") or _KV_CACHE_BYTES))
 
@@ -89,8 +91,8 @@ class TransformersExecutor(Executor):
         if dtype == "auto" and self.device.type == "cpu":
             dtype = "float32"  # most processors have nothing faster
         with progress_of_transformers():
-            name = self.vllm_config.model_config.model
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **self._options)
+            name, more_options = locate(self.vllm_config.model_config.model)
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **more_options, **self._options)
         return model.to(self.device).eval()
 
     def _read_config(self, kv_cache_bytes: int) -> None:

@@ -27,13 +27,30 @@ def progress_of_transformers() -> Iterator[None]:
     def make(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> _Reporting:
         items: Any = args[0] if args else options.get("iterable")
         total = options.get("total") or (len(items) if hasattr(items, "__len__") else 0)
-        return _Reporting(items, str(options.get("desc") or "loading weights").lower(), int(total))
+        return _Reporting(items, str(options.get("desc") or "loading weights").rstrip(".").lower(), int(total))
 
     before = set_hook(make)
     try:
-        yield
+        with _bar_of_gguf(lambda *args, **options: make(None, args, options)):
+            yield
     finally:
         set_hook(before)
+
+
+@contextmanager
+def _bar_of_gguf(make: Callable[..., _Reporting]) -> Iterator[None]:
+    """Replace the one bar that does not ask the hook: that of GGUF files."""
+    from transformers import modeling_gguf_pytorch_utils as reader  # noqa: PLC0415  # optional
+
+    before = getattr(reader, "tqdm", None)
+    if before is None:  # a release that asks there, too
+        yield
+        return
+    reader.tqdm = make
+    try:
+        yield
+    finally:
+        reader.tqdm = before
 
 
 class _Reporting:

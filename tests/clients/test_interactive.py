@@ -1,9 +1,15 @@
-"""What an interactive session keeps of clients; with a stand-in for IPython (the real one: tests/notebooks)."""
+"""Clients in an interactive session: what it keeps of them, and how it interrupts what they wait for.
+
+With a stand-in for IPython (the real one: tests/notebooks).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import signal
 import sys
+import threading
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +18,9 @@ import pytest
 
 from engine_client import EngineConfig, InprocClient
 from engine_client.clients.interactive import release_older
+from engine_client.clients.mailbox import Mailboxes
 from engine_client.testing.executors import EchoExecutor
+from helpers.timing import DEADLOCK
 
 
 class Thing:
@@ -127,3 +135,51 @@ def test_a_client_calls_it(shell: SimpleNamespace) -> None:
     with InprocClient(EngineConfig(), EchoExecutor, False):
         assert shell.user_ns["_oh"] == {}
     old.shutdown()
+
+
+# -- the stop button ---------------------------------------------------------------------------------------------------
+
+
+def interrupt_a_wait(monkeypatch: pytest.MonkeyPatch, timeout: float | None) -> tuple[float, list[asyncio.TimerHandle]]:
+    """Interrupt what sleeps as ipykernel does; return the seconds until it noticed, and the timers that were set."""
+    timers: list[asyncio.TimerHandle] = []
+
+    async def main() -> float:
+        loop, boxes = asyncio.get_running_loop(), Mailboxes()
+        real = loop.call_later
+        task = asyncio.ensure_future(boxes.sleep(boxes.future(), timeout))
+        # Nothing wakes the loop for what is added by a handler, which runs in its own thread.
+        before = signal.signal(signal.SIGUSR1, lambda *_: loop.call_soon(task.cancel))
+        send = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
+        began = loop.time()
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(loop, "call_later", lambda *args: timers.append(real(*args)) or timers[-1])
+                send.start()
+                await asyncio.wait([task])
+            assert task.cancelled() or timeout is not None
+            assert [timer for timer in timers if not timer.cancelled() and timer.when() > loop.time()] == []
+            return loop.time() - began
+        finally:
+            send.join()
+            signal.signal(signal.SIGUSR1, before)
+
+    return asyncio.run(asyncio.wait_for(main(), DEADLOCK)), timers
+
+
+@pytest.mark.parametrize("timeout", [None, DEADLOCK])
+def test_a_loop_that_sleeps_in_a_kernel_is_interrupted(
+    shell: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, timeout: float | None
+) -> None:
+    """In a kernel the loop of what waits wakes now and then, and so takes note of a signal; no timer is left."""
+    shell.kernel = object()
+    elapsed, timers = interrupt_a_wait(monkeypatch, timeout)
+    assert elapsed < 2.0
+    assert timers
+
+
+def test_a_loop_elsewhere_is_left_to_sleep(shell: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no kernel runs nothing but the timeout wakes a loop."""
+    elapsed, timers = interrupt_a_wait(monkeypatch, 0.5)
+    assert elapsed >= 0.5
+    assert len(timers) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import modeling_gguf_pytorch_utils as gguf
 from transformers.utils import logging
 
 from engine_client.engine.executor import progress_to
@@ -25,3 +26,13 @@ def test_bars_are_reports() -> None:
     shards = [("loading shards", 1, 2), ("loading shards", 2, 2)]
     assert seen == [*shards, ("loading weights", 2, 5), ("loading weights", 3, 5)]
     assert logging.set_tqdm_hook(before) is before
+
+
+def test_the_bar_of_gguf_files_is_reports() -> None:
+    """Though transformers makes it in another way."""
+    seen: list[Any] = []
+    before = gguf.tqdm
+    with progress_to(lambda *event: seen.append(event)), progress_of_transformers():
+        assert list(gguf.tqdm(["a", "b"], desc="Converting...")) == ["a", "b"]
+    assert seen == [("converting", 1, 2), ("converting", 2, 2)]
+    assert gguf.tqdm is before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,29 @@ def test_the_stop_button(notebook: Notebook, kind: str, call: str) -> None:
         eventually(lambda: notebook.value("[(s.waiting, s.running) for s in client.engine_status()]") == [[0, 0]])
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "await client.collective_rpc_async('say', args=('began', 4.0))",
+        "print('began'); await client.get_output_async()",
+    ],
+    ids=["utility", "get_output"],
+)
+def test_the_stop_button_while_nothing_happens(notebook: Notebook, call: str) -> None:
+    """What is awaited is interrupted soon, though no engine says anything; the engine lives, and the next call works.
+
+    ipykernel's handler of the signal does not wake an event loop that sleeps.
+    """
+    notebook.run("client = AsyncMPClient(EngineConfig(), Counter, False)").check()
+    before = notebook.value("pids(client)")
+    cell = notebook.run(call, interrupt_at="began")
+    assert cell.error.startswith("CancelledError")
+    assert cell.elapsed < 2.0
+    assert notebook.value("client.is_alive")
+    assert notebook.run("[o.new_token_ids async for o in client.stream(request('r'))]").result == "[[3], [4], [5]]"
+    assert notebook.value("pids(client)") == before
+
+
 @pytest.mark.parametrize("end", ["restart", "kill"])
 def test_the_end_of_a_kernel(tmp_path: Path, end: str) -> None:
     """When it is restarted or killed, its engine, with children and memory, is gone; the next kernel starts afresh."""
@@ -266,14 +290,45 @@ client = SyncMPClient(EngineConfig(), Loading, False, options=options)
 """
 
 
+@pytest.fixture
+def kept_modules(notebook: Notebook) -> Iterator[None]:
+    """What the test imports of tqdm, or hides from it, is unknown to the next."""
+    cell = "import sys\nfor _ in list(sys.modules):\n    if _.startswith(('tqdm', 'ipywidgets')): del sys.modules[_]"
+    notebook.run(cell).check()
+    yield
+    notebook.run(cell).check()
+
+
+@pytest.mark.usefixtures("kept_modules")
 def test_a_bar_under_the_cell(notebook: Notebook) -> None:
-    """A start is shown as it goes, by phases, and the bar is gone when the engine is ready."""
-    cell = notebook.run(LOADING).check()
+    """Without ipywidgets a start is shown as it goes, by phases, and the bar is gone when the engine is ready."""
+    cell = notebook.run("sys.modules['ipywidgets'] = None\n" + LOADING).check()
     shown = [line.strip() for line in cell.text.split("\r")]
     percents = [int(found[1]) for line in shown if (found := re.match(r"loading weights: +(\d+)%", line))]
     assert len(set(percents)) > 3
     assert percents == sorted(percents)
     assert shown[-1] == ""
+    assert notebook.run(WORKS).result == "[3, 4, 5]"
+
+
+@pytest.mark.usefixtures("kept_modules")
+@pytest.mark.skipif(not find_spec("ipywidgets"), reason="the bar is one of characters without ipywidgets")
+def test_a_widget_under_the_cell(notebook: Notebook) -> None:
+    """With ipywidgets the bar is a widget, whose total is the one that was reported."""
+    watch = """
+class Watched(ProgressBar):
+    def __call__(self, phase, *args):
+        super().__call__(phase, *args)
+        if phase == "loading weights":
+            bar = self._bar.container.children[1]
+            seen.append((bar.value, bar.max))
+seen = []
+"""
+    loading = LOADING.replace("done, 10", "done, 10 if done else 0").replace("=ProgressBar()", "=Watched()")
+    cell = notebook.run(loading.replace("options =", watch + "options =")).check()
+    assert [name for output in cell.outputs for name in output.get("data", ()) if "widget-view" in name]
+    seen = notebook.value("seen")
+    assert (seen[1], seen[-1][1]) == ([1, 10], 10)
     assert notebook.run(WORKS).result == "[3, 4, 5]"
 
 

