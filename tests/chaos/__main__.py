@@ -54,8 +54,8 @@ def give_up(round_: Round, player: Player) -> None:
     os._exit(1)
 
 
-def play(round_: Round) -> Counter[str]:
-    """Play a round; return how many requests ended in which way.
+def play(round_: Round) -> Player:
+    """Play a round; return who has played it, with what became of the requests.
 
     Raises:
         BaseException: what went wrong, after it was told.
@@ -74,18 +74,25 @@ def play(round_: Round) -> Counter[str]:
     except BaseException:
         tell(round_, player)
         raise
-    return player.model.counts()
+    return player
 
 
-def play_rounds(seed: int, seconds: float, first: int = 0) -> tuple[int, Counter[str]]:
-    """Play rounds until the time is over, at least one; return how many, and what became of their requests."""
+def play_rounds(seed: int, seconds: float, first: int = 0) -> tuple[int, Counter[str], float]:
+    """Play rounds until the time is over, at least one.
+
+    Returns:
+        How many, what became of their requests, and the most seconds until a death or an end was told to all.
+    """
     ends: Counter[str] = Counter()
+    slowest = 0.0
     until = time.monotonic() + seconds
     number = first
     while number == first or time.monotonic() < until:
-        ends += play(plan(seed, number))
+        player = play(plan(seed, number))
+        ends += player.model.counts()
+        slowest = max(slowest, player.slowest)
         number += 1
-    return number - first, ends
+    return number - first, ends, slowest
 
 
 def main(arguments: list[str]) -> int:
@@ -99,10 +106,11 @@ def main(arguments: list[str]) -> int:
     first, seconds = (0, options.seconds) if options.round is None else (options.round, 0.0)
     print(f"seed {seed}", flush=True)
     try:
-        rounds, ends = play_rounds(seed, seconds, first)
+        rounds, ends, slowest = play_rounds(seed, seconds, first)
     except Exception:  # noqa: BLE001  # told, with all that is known
         traceback.print_exc(file=sys.stdout)
         return 1
+    print(f"each death or end was told to all within {slowest:.2f} s")
     print(f"{rounds} rounds, requests: {', '.join(f'{count} {how}' for how, count in ends.most_common())}")
     return 0
 

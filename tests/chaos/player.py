@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
@@ -37,8 +38,8 @@ from helpers.timing import DEADLOCK, MS, eventually
 
 __all__ = ["Player", "make_client"]
 
-DEATH_BOUND: Final = 10_000 * MS
-"""Seconds in which everybody has learnt of a death; generous, since a chaos run shares its machine."""
+DEATH_BOUND: Final = 4_000 * MS
+"""Seconds in which everybody has learnt of a death: twice what is promised, since a chaos run shares its machine."""
 _LOOK: Final = 0.05
 _MOST_THREADS: Final = 8
 _POLICIES: Final = {"lb-continue": "continue", "lb-restart": "restart"}
@@ -68,6 +69,14 @@ def make_client(round_: Round) -> Any:
     return make_coloured("dp", config, None, False, options)
 
 
+async def _cut_get(client: Any, seconds: float) -> Any:
+    """Call for outputs, and cancel that; what it does not return, the next call must."""
+    task = asyncio.ensure_future(client.asynchronous.get_output_async())
+    await asyncio.sleep(seconds)
+    task.cancel()
+    return await task
+
+
 class Player:
     """Plays one round; ``play`` raises what went wrong."""
 
@@ -82,6 +91,8 @@ class Player:
         self._is_over = threading.Event()  # nobody need take outputs any more
         self._is_paused = False
         self._gets = 0  # calls for outputs that have begun
+        self._cut_gets: deque[float] = deque()  # seconds after which calls for outputs are to be cancelled
+        self.slowest = 0.0  # seconds until a death, or an end, was told to all; the longest of them
         self._consumer = threading.Thread(target=self._guarded(self._consume), daemon=True)
 
     def play(self) -> None:
@@ -160,8 +171,11 @@ class Player:
             asked_at = self.model.now()
             self._gets += 1
             try:
-                outputs = client.get_output(timeout=_LOOK)
-            except TimeoutError:
+                if self._cut_gets:
+                    outputs = asyncio.run(_cut_get(client, self._cut_gets.popleft()))
+                else:
+                    outputs = client.get_output(timeout=_LOOK)
+            except (TimeoutError, asyncio.CancelledError):
                 continue
             except EngineDeadError:
                 self.model.died()
@@ -226,7 +240,7 @@ class Player:
         else:
             self.model.stopped(request.request_id, is_closed=is_closed)
 
-    def _follow_async(self, request: Any, leaves_after: int | None) -> None:
+    def _follow_async(self, request: Any, leaves_after: int | None, cancelled_after: float | None = None) -> None:
         async def follow() -> bool:
             async with self.client.asynchronous.stream(request) as stream:
                 position = 0
@@ -237,8 +251,18 @@ class Player:
                     position += 1
             return False
 
+        async def cut() -> bool:
+            task = asyncio.ensure_future(follow())
+            if cancelled_after is not None:
+                await asyncio.sleep(cancelled_after)
+                task.cancel()
+            try:
+                return await task
+            except asyncio.CancelledError:
+                return True
+
         try:
-            is_closed = asyncio.run(follow())
+            is_closed = asyncio.run(cut())
         except EngineDeadError as error:
             self.model.failed(request.request_id, error)
         else:
@@ -270,14 +294,19 @@ class Player:
     def _do_give_up(self, seconds: float) -> None:
         self._start(lambda: self._call(TimeoutError, "deferred", timeout=seconds))
 
-    def _do_cancel(self, seconds: float) -> None:
-        """Cancel a call and a wait for outputs, where that can be done."""
+    def _do_cancel(self, what: str, seconds: float, **request: int) -> None:
+        """Cancel a call, a call for outputs, or a stream; a blocking client can only give a call up."""
         if self.round.kind == "sync":
             self._do_give_up(seconds)
+        elif what == "call":
+            self._start(lambda: asyncio.run(self._cancel_call(seconds)))
+        elif what == "outputs":
+            self._cut_gets.append(seconds)  # by the thread that takes them: two would tell the model in any order
         else:
-            self._start(lambda: asyncio.run(self._cancel(seconds)))
+            sent = self._request(name=f"s{request['number']}", **request)
+            self._start(lambda: self._follow_async(sent, None, seconds))
 
-    async def _cancel(self, seconds: float) -> None:
+    async def _cancel_call(self, seconds: float) -> None:
         task = asyncio.ensure_future(self.client.asynchronous.call_utility_async("deferred"))
         await asyncio.sleep(seconds)
         task.cancel()
@@ -345,9 +374,11 @@ class Player:
         if len(living) > 1 or self.round.kind == "lb-restart":
             self.model.disturbed()
             for link in living[rank % max(1, len(living)) :][:1]:
+                killed_at = time.monotonic()
                 with suppress(ProcessLookupError):
                     os.kill(link.pid, signal.SIGKILL)
                 link.over.wait(DEATH_BOUND)
+                self._told(killed_at)
 
     def _do_recover(self) -> None:
         """Wait until every rank serves again, or is known to be dead, and have all of them run."""
@@ -372,9 +403,16 @@ class Player:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def _check_dead(self) -> None:
-        """Everybody learns of the end within a bound, and whoever comes later, too."""
-        began = time.monotonic()
+    def _told(self, since: float) -> None:
+        """Note that by now all know of a death, or an end, since which not too much time may have passed."""
+        took = time.monotonic() - since
+        self.slowest = max(self.slowest, took)
+        if took > DEATH_BOUND:
+            raise Violation(f"it took {took:.1f} s until everybody knew")
+
+    def _check_dead(self, since: float | None = None) -> None:
+        """Everybody learns of the end within a bound from then, or now, and whoever comes later, too."""
+        since = time.monotonic() if since is None else since
         self._join_all(DEATH_BOUND)
         late: list[Callable[[], Any]] = [
             lambda: self.client.call_utility("echo", 1),
@@ -387,8 +425,7 @@ class Player:
             except EngineDeadError:
                 continue
             raise Violation("a call to a dead client returned")
-        if time.monotonic() - began > DEATH_BOUND:
-            raise Violation(f"it took {time.monotonic() - began:.1f} s until everybody knew")
+        self._told(since)
         session = session_of(self.client)
         if self.client.utility_results or session.room:
             raise Violation(f"somebody waits for a dead client: {session!r}")
@@ -434,12 +471,14 @@ class Player:
 
     def _end_by_kill(self) -> None:
         self.model.dies()
+        killed_at = time.monotonic()
         for pid in pids_of(self.client):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if self.round.kind == "lb-restart":
             self.client.shutdown()  # they would come back
-        self._check_dead()
+            killed_at = time.monotonic()
+        self._check_dead(killed_at)
 
     def _end_by_freeze(self) -> None:
         self.model.dies()

@@ -76,7 +76,7 @@ class _Planner:
         yield 8, self.call
         yield 4, lambda: Action("fail")
         yield 5, lambda: Action("give_up", {"seconds": self.dice.choice((0.0, 0.005, 0.03))})
-        yield 5, lambda: Action("cancel", {"seconds": self.dice.choice((0.0, 0.005, 0.03))})
+        yield 5, self.cancel
         yield 3, lambda: Action("nap", {"seconds": self.dice.choice((0.001, 0.01, 0.05))})
         yield (
             4,
@@ -110,6 +110,14 @@ class _Planner:
         self.requests += 1
         leaves = self.dice.choice((None, None, 0, 1, 5))
         return Action("stream", {"number": self.requests - 1, **self.size_of_a_request(), "leaves_after": leaves})
+
+    def cancel(self) -> Action:
+        what = self.dice.choice(("call", "outputs", "stream"))
+        arguments = {"what": what, "seconds": self.dice.choice((0.0, 0.005, 0.03))}
+        if what == "stream":
+            self.requests += 1
+            arguments |= {"number": self.requests - 1, **self.size_of_a_request()}
+        return Action("cancel", arguments)
 
     def stop(self) -> Action:
         return Action("stop", {"rank": self.dice.randrange(8), "seconds": self.dice.choice((0.01, 0.05, 0.2))})

@@ -10,7 +10,7 @@ import pytest
 from chaos.__main__ import main, play_rounds
 from chaos.engine import token_of
 from chaos.model import Model, Violation, payload_of
-from chaos.player import Player
+from chaos.player import DEATH_BOUND, Player
 from chaos.schedule import KINDS, plan
 from engine_client import FinishReason
 
@@ -35,10 +35,11 @@ def model() -> Model:
 @pytest.mark.timeout(600)
 def test_some_rounds() -> None:
     """Five seconds of random use, with faults: every request ends once and whole, and nothing is left."""
-    rounds, ends = play_rounds(20, 5.0)
+    rounds, ends, slowest = play_rounds(20, 5.0)
     assert rounds
     assert ends["finished"]
     assert not ends["open"]
+    assert slowest < DEATH_BOUND
 
 
 def test_a_seed_is_a_schedule() -> None:

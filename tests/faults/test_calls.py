@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import logging
 import os
 import random
@@ -20,7 +22,7 @@ from engine_client import ClosedError, EngineDeadError
 from engine_client.errors import RemoteProtocolError
 from engine_client.testing.faults import frozen
 from engine_client.testing.scripted import Script
-from helpers.calls import call
+from helpers.calls import async_client, call
 from helpers.clients import make_request, pid_of, reader_of, scripted_client, session_of
 from helpers.inside import answer_twice, write_garbage
 from helpers.scenes import METHODS, Waiter, check_dead, colours, record_logs
@@ -268,6 +270,56 @@ def test_bc21_answers_around_the_moment_of_the_timeout(
         assert client.utility_results == {}
         assert reader.is_alive()
     assert all("gave up" in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_bc21_answers_around_the_moment_of_the_cancellation(ranks: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The same where ``asyncio.wait_for`` or ``cancel`` ends the waiting task; nothing is said of it in the log."""
+    counts = {"answered": 0, "failed": 0, "late": 0}
+    wrong: list[Any] = []
+
+    async def wait(client: Any, value: Any, seconds: float, *, is_cancelled: bool) -> Any:
+        call = client.call_utility_async("deferred", value, 0.03)
+        if not is_cancelled:
+            return await asyncio.wait_for(call, seconds)
+        task = asyncio.ensure_future(call)
+        asyncio.get_running_loop().call_later(seconds, task.cancel)
+        return await task
+
+    async def work(client: Any, number: int) -> None:
+        rng = random.Random(number)
+        for index in range(50):
+            mine = f"{number}-{index}"
+            value: Any = mine if index % 2 else KeyError(mine)
+            try:
+                answer = await wait(client, value, rng.uniform(0.025, 0.045), is_cancelled=index % 5 == 0)
+            except (TimeoutError, asyncio.TimeoutError, asyncio.CancelledError):  # the second: Python 3.10
+                counts["late"] += 1
+            except KeyError as error:
+                counts["failed"] += 1
+                wrong.extend([error] if error.args != (mine,) else [])
+            else:
+                counts["answered"] += 1
+                wrong.extend([answer] if answer != mine else [])
+            assert await client.call_utility_async("echo", mine) == mine
+
+    async def main(client: Any) -> None:
+        await asyncio.wait_for(asyncio.gather(*(work(client, number) for number in range(10))), DEADLOCK)
+        await asyncio.sleep(0.1)  # the last late answers
+        assert await client.call_utility_async("echo", "after") == "after"
+
+    caplog.set_level(logging.DEBUG)
+    with async_client(ranks) as client:
+        asyncio.run(main(client))
+        gc.collect()  # an exception that was never retrieved is told of
+        assert wrong == []
+        assert sum(counts.values()) == 500
+        assert min(counts.values()) > 0, counts
+        assert client.utility_results == {}
+        assert reader_of(client).is_alive()
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert all("gave up" in line for line in said), said
 
 
 @colours

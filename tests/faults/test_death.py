@@ -39,7 +39,7 @@ MIB = 1 << 20
 
 SIGNALS = {"sigkill": "SIGKILL(-9)", "sigsegv": "SIGSEGV(-11)"}
 ENDS = {**SIGNALS, "exit3": "exit code 3", "exit0": "exit code 0"}
-WAYS = [*ENDS, "system_exit", "step"]
+WAYS = [*ENDS, "system_exit", "step", "exit0 in a step"]
 
 
 def block_three(client: Any, utility: Any) -> list[Waiter]:
@@ -67,6 +67,7 @@ def block_three(client: Any, utility: Any) -> list[Waiter]:
         ("exec", 100 * MIB, "sync"),
         pytest.param("exec", 100 * MIB, "async", marks=pytest.mark.full),
         ("exec", 0, "dp"),
+        pytest.param("exec", 0, "external", marks=pytest.mark.full),
         *(pytest.param(method, 0, "sync", marks=pytest.mark.full) for method in METHODS[1:]),
         *(pytest.param(method, 100 * MIB, "dp", marks=pytest.mark.full) for method in METHODS[1:]),
     ],
@@ -78,9 +79,9 @@ def test_bc02_every_blocked_call_learns_of_every_death(
     """Threads in get_output, a utility and add_request of 64 MiB get EngineDeadError with the cause within 2 s."""
     logged = record_logs(caplog)
     gate = str(tmp_path / "gate")
-    how: Any = Crash("unique text") if way == "step" else way
+    how: Any = Crash("unique text") if way == "step" else way.partition(" ")[0]
     client = client_of(method, Gated, {"gate": gate, "how": how}, colour, arena_limit=arena_limit)
-    if way == "step":
+    if way.endswith("step"):
         client.add_request(make_request("first"))
         eventually(Path(gate + ".reached").exists)
         utility = client.is_sleeping
@@ -92,7 +93,7 @@ def test_bc02_every_blocked_call_learns_of_every_death(
     else:
         Path(gate).touch()
     began = time.monotonic()
-    text = {**ENDS, "system_exit": "SystemExit", "step": "unique text"}[way]
+    text = {**ENDS, "system_exit": "SystemExit", "step": "unique text", "exit0 in a step": ENDS["exit0"]}[way]
     errors = [thread.end(began, DEATH_BOUND) for thread in threads]
     assert [type(error) for error in errors] == [EngineDeadError] * 3, errors
     assert all(text in str(error) for error in errors), errors

@@ -124,6 +124,7 @@ def test_bc51_a_growth_that_fails_is_as_if_it_had_not_been(client: Any, sign: Pa
         async with load(client) as busy:
             for what, error, text in (
                 ("raise", StartupError, "unique marker"),
+                ("die", StartupError, "core 3.*exit code 3"),
                 ("hang", HandshakeTimeout, "rank 3|core 3"),
             ):
                 foretell(what)
@@ -141,7 +142,11 @@ def test_bc51_a_growth_that_fails_is_as_if_it_had_not_been(client: Any, sign: Pa
 
 
 def test_bc51_a_second_call_is_refused_and_a_cancelled_one_leaves_no_mess(client: Any, sign: Path) -> None:
-    """While ranks join, another change is refused at once; whoever waited may give up; then the next change works."""
+    """While ranks join, another change is refused at once; who waited may give up, and the next change works.
+
+    A growth whose caller is cancelled is not undone: it goes on to its end without a caller, and serves from then on.
+    Until that end it is a change under way, and refuses others.
+    """
 
     sign.write_text("slow")
 

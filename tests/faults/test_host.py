@@ -90,8 +90,8 @@ def test_bc05_unguarded_programs_of_every_form(form: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("method", [*METHODS[1:3], pytest.param("fork", marks=pytest.mark.full)])
 @pytest.mark.parametrize("form", [*FILELESS, "zip", pytest.param("script", marks=pytest.mark.full)])
 def test_bc05_other_start_methods_in_every_form(form: str, method: str, tmp_path: Path) -> None:
-    """With the other start methods programs without a file work unguarded, and the others guarded."""
-    end = "use()\n" if form in FILELESS else GUARD
+    """With the other start methods programs without a file, and zipped ones, work unguarded, and the others guarded."""
+    end = "use()\n" if form in (*FILELESS, "zip") else GUARD
     assert run_as(form, USE + end, tmp_path, method).check().stdout == USED
 
 

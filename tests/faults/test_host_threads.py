@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from helpers.colours import COLOURS
 from helpers.hosts import run_as
 from helpers.procs import run_script
-from helpers.scenes import methods
+from helpers.scenes import METHODS, methods
 from helpers.timing import SCALE
 
 pytestmark = pytest.mark.crash
@@ -22,6 +23,7 @@ from engine_client import ClientOptions, EngineConfig, EngineCoreClient
 from engine_client.testing.executors import EchoExecutor
 from engine_client.testing.leaks import eventually
 from helpers.clients import collect, make_request
+from helpers.colours import COLOURS, make_coloured
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD, signal.SIGUSR1]
 fired = []
@@ -39,6 +41,10 @@ def check():
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
 
 def make():
+    if kind in COLOURS:
+        client = make_coloured(kind, EngineConfig(), EchoExecutor, False, ClientOptions())
+        check()
+        return client
     options = ClientOptions(start_method="exec" if kind == "inproc" else kind)
     client = EngineCoreClient.make_client(kind != "inproc", False, EngineConfig(), EchoExecutor, False, options=options)
     check()
@@ -92,7 +98,7 @@ print("well")
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
-    "kind", ["inproc", "exec", *(pytest.param(m, marks=pytest.mark.full) for m in ("spawn", "forkserver", "fork"))]
+    "kind", ["inproc", "exec", *(pytest.param(m, marks=pytest.mark.full) for m in (*METHODS[1:], *COLOURS[1:]))]
 )
 def test_bc10_signals_stay_the_hosts(kind: str, place: str, tmp_path: Path) -> None:
     """On any thread a client works from start to end, and handlers, mask and wakeup descriptor stay the host's."""

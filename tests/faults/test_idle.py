@@ -8,14 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 
 from engine_client import EngineConfig, EngineDeadError, SyncMPClient
 from engine_client.testing.executors import EchoExecutor
-from helpers.clients import collect, make_request, pid_of, pids_of, scripted_client
-from helpers.timing import DEADLOCK, SCALE
+from helpers.clients import channel_of, collect, make_request, pid_of, pids_of, reader_of, scripted_client
+from helpers.doomed import hang_up
+from helpers.timing import DEADLOCK, SCALE, took_at_most
 
 SECONDS = 5.0
 
@@ -65,9 +67,26 @@ def test_bc15_idle_for_five_seconds(requests: int, colour: str) -> None:
         assert switches < 20 * SECONDS
 
 
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("colour", ["sync", "dp"])
+def test_bc15_idle_for_ten_seconds_twice(colour: str) -> None:
+    """For ten seconds after READY, and for ten more after a hundred requests, one client uses next to nothing."""
+    with scripted_client(colour=colour) as client:
+        for requests in (0, 100):
+            for index in range(requests):
+                client.add_request(make_request(f"r{index}", 3))
+            if requests:
+                collect(client, requests)
+            time.sleep(0.5)  # until the engine is done with its start, or with them
+            seconds, switches = used_while_idle(client, 10.0)
+            assert seconds < 0.020 * SCALE
+            assert switches < 20 * 10.0
+
+
 @pytest.mark.timing
 def test_bc15_the_first_request_after_the_pause_is_as_quick() -> None:
-    """An idle engine answers within 5 ms of a busy one; the best of ten times, since the machine is shared."""
+    """An idle engine answers within 5 ms of a busy one, in the median of ten pauses, since the machine is shared."""
     with scripted_client() as client:
 
         def once(name: str) -> float:
@@ -76,12 +95,12 @@ def test_bc15_the_first_request_after_the_pause_is_as_quick() -> None:
             client.get_output(timeout=DEADLOCK)
             return time.perf_counter() - began
 
-        busy = min(once(f"busy{index}") for index in range(200))
+        busy = median(once(f"busy{index}") for index in range(200))
         idle = []
         for index in range(10):
             time.sleep(0.3)
             idle.append(once(f"idle{index}"))
-        assert min(idle) < busy + 0.005 * SCALE
+        assert median(idle) < busy + 0.005 * SCALE
 
 
 def test_bc15_a_dead_engine_does_not_keep_the_client_busy() -> None:
@@ -90,12 +109,63 @@ def test_bc15_a_dead_engine_does_not_keep_the_client_busy() -> None:
         os.kill(pid_of(client), signal.SIGKILL)
         with pytest.raises(EngineDeadError):
             client.get_output(timeout=DEADLOCK)
-        time.sleep(0.2)
-        before = used(os.getpid())
-        time.sleep(1.0)
-        after = used(os.getpid())
-        assert after[0] - before[0] < 0.050 * SCALE
-        assert after[1] - before[1] < 50
+        check_quiet()
+
+
+def check_quiet(seconds: float = 1.0) -> None:
+    """Check that this process uses next to nothing for a while."""
+    time.sleep(0.2)
+    before = used(os.getpid())
+    time.sleep(seconds)
+    after = used(os.getpid())
+    assert after[0] - before[0] < 0.050 * SCALE * seconds
+    assert after[1] - before[1] < 50 * seconds
+
+
+@pytest.mark.parametrize("colour", ["sync", pytest.param("dp", marks=pytest.mark.full)])
+def test_bc15_an_engine_that_has_hung_up_does_not_keep_the_client_busy(colour: str) -> None:
+    """Where the engine has closed its end and lives on, nothing spins on ours."""
+    with scripted_client(colour=colour) as client:
+        with pytest.raises(EngineDeadError):
+            client.collective_rpc(hang_up, timeout=DEADLOCK)
+        check_quiet()
+
+
+@pytest.mark.parametrize("what", ["channel", "sentinel", "selector"])
+def test_bc15_a_descriptor_closed_under_the_reader_does_not_make_it_spin(what: str) -> None:
+    """The reader waits on, or ends and has every call told at once; either way it uses no processor."""
+    with scripted_client() as client:
+        assert client.call_utility("echo", 1) == 1  # by then the reader watches all there is
+        reader, pid = reader_of(client), pid_of(client)
+        sentinel = reader._sentinels[0]  # noqa: SLF001  # there is no other way to it
+        files = {
+            "channel": channel_of(client).fileno(),
+            "sentinel": sentinel,
+            "selector": reader._selector.fileno(),  # type: ignore[attr-defined]  # noqa: SLF001  # that of epoll
+        }
+        close_under(files[what])
+        try:
+            reader.wakeup()
+            check_quiet(0.5)
+            with took_at_most(2.0):
+                if what == "sentinel":
+                    assert client.call_utility("echo", 2, timeout=DEADLOCK) == 2
+                else:
+                    with pytest.raises(EngineDeadError):
+                        client.call_utility("echo", 2, timeout=DEADLOCK)
+            check_quiet(0.5)
+        finally:
+            if what == "sentinel":
+                own = os.pidfd_open(pid)
+                os.dup2(own, sentinel, inheritable=False)  # what ends the engine needs it
+                os.close(own)
+
+
+def close_under(descriptor: int) -> None:
+    """Close what somebody else has open; the number stays taken, else it would be given to another file."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, descriptor, inheritable=False)
+    os.close(null)
 
 
 def test_bc15_a_frozen_engine_does_not_keep_the_client_busy() -> None:
@@ -105,14 +175,9 @@ def test_bc15_a_frozen_engine_does_not_keep_the_client_busy() -> None:
         os.kill(pid, signal.SIGSTOP)
         try:
             client.add_request(make_request("a", 1, cache_salt="x" * 8_000_000))
-            time.sleep(0.2)
-            before = used(os.getpid())
-            time.sleep(1.0)
-            after = used(os.getpid())
+            check_quiet()
         finally:
             os.kill(pid, signal.SIGCONT)
-        assert after[0] - before[0] < 0.050 * SCALE
-        assert after[1] - before[1] < 50
         collect(client, 1)
 
 

@@ -103,6 +103,8 @@ def _cases() -> list[Any]:
         for method in methods
     ]
     cases.append(pytest.param("fall", "exec", 500, marks=[pytest.mark.full, pytest.mark.slow]))
+    many = [pytest.mark.full, pytest.mark.slow, pytest.mark.stress]
+    cases += [pytest.param(end, "exec", 500, marks=many) for end in ENDS if end != "fall"]
     return cases
 
 

@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from queue import Empty, SimpleQueue
@@ -33,6 +34,8 @@ from helpers.timing import DEADLOCK, MS, eventually
 RANKS = pytest.mark.parametrize("ranks", [1, 2])
 MIB = 1 << 20
 LONG = 1_000_000
+REPEATS = os.environ.get("ENGINE_CLIENT_TEST_REPEATS")
+"""How often stress tests repeat what they do; None: as often as the scenarios say."""
 
 # -- BC-27 -------------------------------------------------------------------------------------------------------------
 
@@ -271,13 +274,28 @@ async def check_clean(client: Any) -> None:
         assert await requests_of(client, rank) == []
 
 
+def random_turns(count: int) -> list[int]:
+    """Draw numbers of turns, small ones as often as large ones; print the seed, for a failure to be seen again."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    return [int(2 ** dice.uniform(0, 8.5)) - 1 for _ in range(count)]
+
+
 @RANKS
+@pytest.mark.parametrize("count", [0, pytest.param(int(REPEATS or 1000), marks=pytest.mark.stress)])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_bc50_cancelled_at_every_turn_of_the_loop(operation: str, ranks: int) -> None:
-    """A task that is cancelled after any number of turns leaves tables, memory and engines as they were."""
+def test_bc50_cancelled_at_every_turn_of_the_loop(operation: str, count: int, ranks: int) -> None:
+    """A task that is cancelled after any number of turns leaves tables, memory and engines as they were.
+
+    At each of the first turns, at a few later ones, and then at ``count`` random ones.  What is cancelled is one
+    ``add_request``, which is one request here: siblings are requests of their own, so those already sent stay until
+    their caller aborts them (``test_bc50_of_four_siblings_one_cannot_be_encoded``).
+    """
+    moments = [*range(12), 20, 40, 80, 160, *random_turns(count)]
 
     async def main(client: Any) -> None:
-        for turns in [*range(12), 20, 40, 80, 160]:
+        for turns in moments:
             task = asyncio.ensure_future(OPERATIONS[operation](client))
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -457,20 +475,58 @@ async def bustle(client: Any, ranks: int, seconds: float) -> tuple[Heart, list[f
 
 @pytest.mark.timing
 @pytest.mark.parametrize(
-    ("ranks", "seconds"),
-    [(1, 2.0), (2, 2.0), pytest.param(1, 20.0, marks=pytest.mark.stress)],
+    ("ranks", "seconds", "runs", "good"),
+    [(1, 2.0, 5, 1), (2, 2.0, 5, 1), pytest.param(1, 20.0, 3, 2, marks=pytest.mark.stress)],
 )
-def test_bc57_a_loop_goes_on_beside_large_and_many_outputs(ranks: int, seconds: float) -> None:
-    """A heartbeat is late by less than 25 ms in 99 of 100 beats and by 150 ms at most; no consumer starves."""
-    for _ in range(5):  # other programs run on the machine
+def test_bc57_a_loop_goes_on_beside_large_and_many_outputs(ranks: int, seconds: float, runs: int, good: int) -> None:
+    """A heartbeat is late by less than 25 ms in 99 of 100 beats and by 150 ms at most; no consumer starves.
+
+    Other programs run on the machine, so not every run has to be good; most of the long ones have.
+    """
+    faults: list[str] = []
+    for _ in range(runs):
         with async_client(ranks, Script(step_seconds=0.01)) as client:
             heart, firsts = asyncio.run(bustle(client, ranks, seconds))
         assert len(firsts) == 50
         assert max(firsts) - min(firsts) < 1.0
         fault = heart.check()
-        if fault is None:
+        faults += [] if fault is None else [fault]
+        good -= fault is None
+        if not good:
             return
-    pytest.fail(fault)
+    pytest.fail("; ".join(faults))
+
+
+@pytest.mark.timing
+def test_bc57_what_is_not_read_is_bounded_by_its_request() -> None:
+    """In a stream that is never read waits what its request produces, less than 1 KB a token; dropped, it is let go.
+
+    No option limits it, and docs/ names no figure: the request's ``max_tokens`` is the bound.
+    """
+    tokens = 3000
+
+    async def main(client: Any) -> None:
+        before = tracemalloc.get_traced_memory()[0]
+        idle = client.stream(make_request("idle", tokens))
+        await idle.next()
+        await asyncio.to_thread(eventually, lambda: asyncio.run(requests_of(client, 0)) == [], DEADLOCK)
+        waiting = tracemalloc.get_traced_memory()[0] - before
+        assert waiting < 1000 * tokens
+        await asyncio.sleep(0.2)
+        assert tracemalloc.get_traced_memory()[0] - before - waiting < 100_000, "it grows without its request"
+        await idle.aclose()
+        del idle
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] - before < 200_000
+        assert waiting > 200 * tokens, "nothing waited, so nothing is shown"
+
+    with async_client() as client:
+        asyncio.run(client.call_utility_async("echo", 1))
+        tracemalloc.start()
+        try:
+            asyncio.run(main(client))
+        finally:
+            tracemalloc.stop()
 
 
 def test_bc57_one_who_does_not_read_slows_nobody() -> None:

@@ -348,7 +348,7 @@ def check_stream(client: SyncMPClient, threads: int, count: int, most: int) -> N
     [
         pytest.param(400, 4 * MIB, 64 * MIB, id="1200"),
         pytest.param(2000, MIB, 64 * MIB, id="6000", marks=[pytest.mark.full, pytest.mark.slow]),
-        pytest.param(6667, MIB, 64 * MIB, id="20000", marks=pytest.mark.stress),
+        pytest.param(6667, 4 * MIB, 64 * MIB, id="20000", marks=pytest.mark.stress),
     ],
 )
 def test_bc36_a_buffer_may_be_overwritten_when_the_call_returns(count: int, most: int, limit: int) -> None:

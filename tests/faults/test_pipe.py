@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -16,12 +17,13 @@ import pytest
 from engine_client import ClosedError, EngineDeadError, RemoteProtocolError, SyncMPClient
 from engine_client.testing.faults import frozen
 from engine_client.testing.scripted import Script
+from faults.test_loops import Heart
 from helpers import pipes
 from helpers.clients import channel_of, collect, make_request, pid_of, scripted_client
 from helpers.payloads import MIB, pattern, pool_request
 from helpers.procs import run_script, wait_gone
 from helpers.scenes import METHODS, Waiter, check_dead, interrupt_after, record_logs
-from helpers.timing import eventually, took_at_most
+from helpers.timing import DEADLOCK, MS, eventually, took_at_most
 
 pytestmark = pytest.mark.crash
 
@@ -71,6 +73,46 @@ def test_bc33_both_sides_write_at_once(method: str) -> None:
             assert output.pooling_output[0] == number
             assert np.array_equal(output.pooling_output[1:], source[1:])
         assert waiting <= high_water + size + 4096, "queued here: the mark and one message more"
+
+
+async def write_at_once(client: Any, source: Any, most: int) -> tuple[float, float]:
+    """Send 64 requests before an output is read, and check what arrives; return its seconds and a beat's latest."""
+    channel, heart, waiting, outputs = channel_of(client), Heart(), 0, []
+    beating = asyncio.ensure_future(heart.beat(DEADLOCK))
+    began = time.monotonic()
+    for number in range(64):
+        source[0] = number
+        await client.add_request_async(pool_request(f"r{number}", source))
+        waiting = max(waiting, channel.backlog)
+    while len(outputs) < 64:
+        outputs += (await client.get_output_async(timeout=DEADLOCK)).outputs
+    elapsed = time.monotonic() - began
+    beating.cancel()
+    assert len(heart.delays) > 10
+    for number, output in enumerate(outputs):
+        assert (output.request_id, output.finished) == (f"r{number}", True)
+        assert output.pooling_output[0] == number
+        assert np.array_equal(output.pooling_output[1:], source[1:])
+    assert waiting <= most + 4096
+    return elapsed, max(heart.delays)
+
+
+@pytest.mark.timing
+@pytest.mark.slow
+@pytest.mark.parametrize("colour", ["async", pytest.param("external", marks=pytest.mark.full)])
+def test_bc33_both_sides_write_at_once_beside_an_event_loop(colour: str) -> None:
+    """The same of asyncio, in 10 s, while no task is late by more than 50 ms; in one of five runs: others run here."""
+    size = 8 * MIB
+    source = np.concatenate([pattern(33, MIB)] * 8)
+    options = {"high_water": 16 * MIB, "backlog_limit": 24 * MIB, "colour": colour}
+    runs: list[tuple[float, float]] = []
+    while len(runs) < 5:
+        with pipe_client(Script(step_seconds=0.01), **options) as client:
+            runs.append(asyncio.run(write_at_once(client.asynchronous, source, 16 * MIB + size)))
+        elapsed, late = runs[-1]
+        if elapsed < 10_000 * MS and late < 50 * MS:
+            return
+    pytest.fail(f"seconds for all, and by which a beat was late: {runs}")
 
 
 def test_bc33_senders_from_many_threads_stay_at_the_mark() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -12,8 +13,9 @@ import pytest
 
 from engine_client import FinishReason, SerializationError
 from helpers.clients import collect, make_request, scripted_client, session_of
-from helpers.scenes import EACH_COLOUR
-from helpers.timing import took_at_most
+from helpers.colours import Driven
+from helpers.scenes import EACH_COLOUR, Waiter, colours_with
+from helpers.timing import DEADLOCK, took_at_most
 
 
 class RaisesInGetstate:
@@ -37,11 +39,14 @@ class RaisesTheSecondTime:
 
 
 class Slow:
-    """Takes a while to pickle."""
+    """Takes a second to pickle, as a word, and says when that has begun."""
 
-    def __getstate__(self) -> Any:
-        time.sleep(0.3)
-        return {"slow": True}
+    begun = threading.Event()
+
+    def __reduce__(self) -> Any:
+        self.begun.set()
+        time.sleep(1.0)
+        return str, ("arrived",)
 
 
 def local_function() -> Callable[[], None]:
@@ -75,8 +80,35 @@ def sent(client: Any) -> int:
     return sum(link.channel.backlog for link in session_of(client).links.values())
 
 
+def begin(client: Any, way: str, value: Any, name: str = "a") -> Any:
+    """Send a value to the engine in a call, and return the answer, or in a request of this name."""
+    if way == "utility":
+        return client.call_utility("echo", value)
+    return client.add_request(make_request(name, 1, trace_headers={"x": value}))
+
+
+def send(client: Any, way: str, value: Any) -> None:
+    """Send a value to the engine in a call or in a request, and check that it has been answered."""
+    answer = begin(client, way, value)
+    if way == "utility":
+        assert type(answer) is type(value)
+    else:
+        assert collect(client, 1)["a"][-1].finish_reason is FinishReason.LENGTH
+
+
+def check_nothing_is_left(client: Any) -> None:
+    """Check that no call, no request and no byte of what was refused is kept here, or has reached the engines."""
+    assert client.utility_results == {}
+    assert len(session_of(client).in_flight) == 0
+    assert sent(client) == 0
+    assert client.call_utility("info")["requests"] == []
+
+
+ways = pytest.mark.parametrize("way", ["utility", "request"])
+
+
 @pytest.mark.parametrize("name", ["lock", "TextIO", "marker of getstate", "generator"])
-@pytest.mark.parametrize("way", ["utility", "request"])
+@ways
 def test_bc17_what_cannot_be_pickled_is_refused_in_the_call(client: Any, name: str, way: str) -> None:
     """The call raises and names the culprit; no id, no future, no byte of it stays; the next call works."""
     values = unsendable()
@@ -87,33 +119,65 @@ def test_bc17_what_cannot_be_pickled_is_refused_in_the_call(client: Any, name: s
         else:
             client.add_request(make_request("a", 1, trace_headers={"x": value}))
     values["TextIO"].close()
-    assert client.utility_results == {}
-    assert len(session_of(client).in_flight) == 0
-    assert sent(client) == 0
-    assert client.call_utility("info")["requests"] == []
+    check_nothing_is_left(client)
     client.add_request(make_request("a", 1))
     assert collect(client, 1)["a"][-1].finish_reason is FinishReason.LENGTH
 
 
+@ways
 @pytest.mark.parametrize("value", [lambda: None, local_function()], ids=["lambda", "local"])
 def test_bc17_functions_without_a_name_are_refused_by_name(
-    client: Any, value: Any, monkeypatch: pytest.MonkeyPatch
+    client: Any, value: Any, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the extra `notebook`, a lambda and a local function are refused, with what to do."""
     monkeypatch.setitem(__import__("sys").modules, "cloudpickle", None)
     with pytest.raises((SerializationError, AttributeError), match=r"lambda|inner"):
-        client.call_utility("echo", value)
-    assert client.utility_results == {}
-    assert client.call_utility("echo", 1) == 1
+        begin(client, way, value)
+    check_nothing_is_left(client)
+    send(client, way, 1)
 
 
-def test_bc17_a_value_is_pickled_once(client: Any) -> None:
-    """What can be pickled once arrives; the second call is refused; what is slow to pickle holds up only its call."""
+@ways
+def test_bc17_a_value_is_pickled_once(client: Any, way: str) -> None:
+    """What can be pickled once arrives; the second call with it is refused, and nothing of that is sent or kept."""
     once = RaisesTheSecondTime()
-    assert isinstance(client.call_utility("echo", once), RaisesTheSecondTime)
+    send(client, way, once)
     with pytest.raises(ValueError, match="only once"):
-        client.call_utility("echo", once)
-    assert isinstance(client.call_utility("echo", Slow()), Slow)
+        begin(client, way, once)
+    check_nothing_is_left(client)
+    send(client, way, 1)
+
+
+def echo_elsewhere(client: Any, value: Any) -> Any:
+    """Return the answer to a call of this thread, which has an event loop of its own where the client needs one."""
+    if isinstance(client, Driven):
+        return asyncio.run(client.asynchronous.call_utility_async("echo", value))
+    return client.call_utility("echo", value)
+
+
+@ways
+@colours_with("sync")
+def test_bc17_what_is_slow_to_pickle_holds_up_only_its_call(colour: str, way: str) -> None:
+    """While a value takes a second in one thread, or event loop, the calls of others are answered; then it arrives.
+
+    A value is pickled where the call is made, so that its errors are raised there: in asyncio, on the event loop.
+    """
+    Slow.begun.clear()
+    with scripted_client(colour=colour) as client:
+        slow = Waiter(lambda: begin(client, way, Slow(), "slow"), again=False)
+        assert Slow.begun.wait(DEADLOCK)
+        with took_at_most(0.8):
+            for number in range(5):
+                assert echo_elsewhere(client, number) == number
+            if colour == "sync":
+                send(client, "request", 1)
+        assert slow.is_alive()
+        slow.join(DEADLOCK)
+        assert slow.error is None
+        if way == "utility":
+            assert slow.result == "arrived"
+        else:
+            assert collect(client, 1)["slow"][-1].finish_reason is FinishReason.LENGTH
 
 
 def test_bc17_many_threads_fail_at_the_same_time(client: Any) -> None:

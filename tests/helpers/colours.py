@@ -21,16 +21,18 @@ from helpers.timing import DEADLOCK
 
 __all__ = ["COLOURS", "Driven", "make_coloured"]
 
-COLOURS = ("sync", "async", "dp")
-"""Blocking; asyncio; asyncio with two data-parallel ranks."""
+COLOURS = ("sync", "async", "dp", "external")
+"""Blocking; asyncio; asyncio with two data-parallel ranks; with one of two, for a load balancer outside."""
 
 
 def make_coloured(colour: str, config: Any, executor: Any, log_stats: bool, options: ClientOptions) -> Any:
     """Return a client of this colour, which has the methods of ``SyncMPClient``."""
     if colour == "sync":
         return SyncMPClient(config, executor, log_stats, options=options)
-    if colour == "dp" and config.parallel_config.data_parallel_size == 1:
+    if colour in ("dp", "external") and config.parallel_config.data_parallel_size == 1:
         config.parallel_config.data_parallel_size = 2
+    if colour == "external":
+        config.parallel_config.data_parallel_external_lb = True
     return Driven(EngineCoreClient.make_client(True, True, config, executor, log_stats, options=options))
 
 

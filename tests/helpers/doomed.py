@@ -144,7 +144,7 @@ def build_by_rank(vllm_config: Any, executor_class: Any, log_stats: bool, contex
 def build_by_sign(vllm_config: Any, executor_class: Any, log_stats: bool, context: Any) -> Any:
     """Build a scripted engine; ranks from 2 on look into the file ``sign`` for what is to become of them.
 
-    That is ``raise``, ``hang`` or ``slow``; no file: all is well.
+    That is ``raise``, ``die``, ``hang`` or ``slow``; no file: all is well.
     """
     from engine_client.testing.scripted import build_engine
 
@@ -152,6 +152,8 @@ def build_by_sign(vllm_config: Any, executor_class: Any, log_stats: bool, contex
     what = sign.read_text() if context.rank >= 2 and sign.exists() else ""
     if what == "raise" and context.rank == 3:
         raise ValueError("unique marker")
+    if what == "die" and context.rank == 3:
+        die("exit3")
     if what == "hang" and context.rank == 3:
         time.sleep(60)
     if what == "slow":

@@ -28,6 +28,7 @@ __all__ = [
     "check_dead",
     "client_of",
     "colours",
+    "colours_with",
     "describe",
     "interrupt_after",
     "methods",
@@ -45,11 +46,20 @@ def methods(*always: StartMethod) -> pytest.MarkDecorator:
     )
 
 
-EACH_COLOUR = [pytest.param(colour, marks=pytest.mark.full) if colour == "async" else colour for colour in COLOURS]
-"""As ``COLOURS``; the one with a single rank is for the full matrix, since the one with two is of the same class."""
+EACH_COLOUR = [
+    pytest.param(colour, marks=pytest.mark.full) if colour in ("async", "external") else colour for colour in COLOURS
+]
+"""As ``COLOURS``; asyncio with a single engine is for the full matrix, since it is of the same class with two."""
 
 colours = pytest.mark.parametrize("colour", EACH_COLOUR)
 """Parametrise over the clients of processes."""
+
+
+def colours_with(*always: str) -> pytest.MarkDecorator:
+    """Parametrise over the clients of processes; those not named are for the full matrix."""
+    return pytest.mark.parametrize(
+        "colour", [c if c in always else pytest.param(c, marks=pytest.mark.full) for c in COLOURS]
+    )
 
 
 def client_of(
