@@ -56,8 +56,15 @@ class Reply:
         """
         result, error = self._outcome(timeout)
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                error = None  # else its traceback would lead back to it, and all its frames stay until a collection
         return result
+
+    def forget(self) -> None:
+        """Let go of the outcome, which somebody has."""
+        self._outcomes.clear()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for its end and return the error, or None if it has a result."""

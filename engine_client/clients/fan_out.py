@@ -125,7 +125,13 @@ class FanOut:
             if len(self.links) > 1:
                 failed = ", ".join(link.title for link, _ in errors)
                 _annotate(fault, first.rank, f"Raised by {failed}, of {len(self.links)} engines.")
-            raise fault
+            try:
+                raise fault
+            finally:  # as in Reply.result: what the caller has sent hangs on the traceback
+                for reply in self.replies:
+                    reply.forget()
+                errors.clear()
+                del fault
         return values
 
 
@@ -139,7 +145,10 @@ def value_of(frame: Frame) -> Any:
         raise _stand_in("the reply cannot be decoded: ", error) from error
     if not failed:
         return value
-    raise value if isinstance(value, Exception) else _stand_in("", value)
+    try:
+        raise value if isinstance(value, Exception) else _stand_in("", value)
+    finally:
+        del value
 
 
 def _stand_in(prefix: str, error: BaseException) -> RemoteCallError:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import signal
 import time
+import weakref
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +34,7 @@ from helpers.doomed import (
 )
 from helpers.procs import run_script
 from helpers.scenes import METHODS, Waiter, check_dead, client_of, colours, record_logs
-from helpers.timing import eventually
+from helpers.timing import DEADLOCK, eventually
 
 pytestmark = pytest.mark.crash
 
@@ -142,6 +146,40 @@ def test_bc02_normally_a_death_is_known_at_once(colour: str) -> None:
         times.append(waiter.at - began)
         client.shutdown()
     assert min(times) < 0.02, times
+
+
+@colours
+@pytest.mark.parametrize("end", ["death", "timeout"])
+def test_bc02_what_a_failed_call_has_sent_is_let_go(end: str, colour: str) -> None:
+    """Its arguments end with its error, and not with a collection of cycles, which may be gigabytes of calls later."""
+    client = scripted_client(colour=colour)
+    timeout = 0.05 if end == "timeout" else DEADLOCK
+    sent: list[weakref.ref[Any]] = []
+
+    def make() -> Any:
+        value = np.ones(4 * MIB, np.uint8)
+        sent.append(weakref.ref(value))
+        return value
+
+    def call() -> None:
+        with suppress(EngineDeadError, TimeoutError):
+            client.call_utility("deferred", make(), timeout=timeout)
+
+    async def call_async() -> None:
+        with suppress(EngineDeadError, TimeoutError):
+            await client.asynchronous.call_utility_async("deferred", make(), timeout=timeout)
+
+    gc.disable()
+    try:
+        waiter = Waiter(call if colour == "sync" else lambda: asyncio.run(call_async()), again=False)
+        eventually(lambda: bool(client.utility_results) or waiter.at < float("inf"), DEADLOCK)
+        if end == "death":
+            os.kill(pid_of(client), signal.SIGKILL)
+        assert waiter.end(time.monotonic(), DEATH_BOUND) is None
+        eventually(lambda: sent[0]() is None, DEATH_BOUND)
+    finally:
+        gc.enable()
+    client.shutdown()
 
 
 @colours
