@@ -15,7 +15,7 @@ from engine_client.protocol import wire
 from engine_client.protocol.batch import decode_columns, with_values
 from engine_client.protocol.frames import RESTRICTED, Frame, Kind, RawFrame
 from engine_client.protocol.framing import FrameReader
-from engine_client.protocol.lifecycle import Lifecycle, State
+from engine_client.protocol.lifecycle import Action, Lifecycle, State
 
 __all__ = ["LIMIT", "TARGETS", "codec", "framing", "handshake"]
 
@@ -90,12 +90,12 @@ def handshake(data: bytes) -> None:
         if isinstance(frame, RawFrame):
             frame = Frame(frame.kind, frame.flags, frame.ref, frame.header, frame.inline)  # noqa: PLW2901  # resolved
         try:
-            life.received(frame.kind)
+            action = life.received(frame.kind)
         except RemoteProtocolError:
             with suppress(RemoteProtocolError):
                 life.received(Kind.HELLO)
             return
-        if frame.kind == Kind.HELLO:
+        if action is Action.CONFIGURE:  # a HELLO of one that is ending is ignored
             life.sending(Kind.INIT)
         if frame.kind in DECODERS:
             _decode(frame._replace(flags=frame.flags | RESTRICTED))

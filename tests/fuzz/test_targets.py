@@ -73,6 +73,7 @@ REQUESTS = requests()
 @given(data=st.one_of(st.binary(max_size=500), damaged(LIFE), damaged(REQUESTS)))
 @example(data=b"\xff" + b"".join(LIFE))
 @example(data=b"\x00" + b"".join(LIFE[:3]) * 2)
+@example(data=b"\xff" + LIFE[-1] + LIFE[0])
 @example(data=b"")
 def test_any_bytes(target: str, data: bytes) -> None:
     """They are taken apart or refused, after which nothing more is taken; memory and stack are not exhausted."""
