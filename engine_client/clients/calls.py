@@ -62,9 +62,10 @@ class Reply:
                 error = None  # else its traceback would lead back to it, and all its frames stay until a collection
         return result
 
-    def forget(self) -> None:
-        """Let go of the outcome, which somebody has."""
-        self._outcomes.clear()
+    def forget_error(self) -> None:
+        """Let go of the error that has ended it, if one has: whoever waited has it."""
+        if self._outcomes and self._outcomes[0][1] is not None:
+            self._outcomes.clear()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for its end and return the error, or None if it has a result."""

@@ -129,7 +129,7 @@ class FanOut:
                 raise fault
             finally:  # as in Reply.result: what the caller has sent hangs on the traceback
                 for reply in self.replies:
-                    reply.forget()
+                    reply.forget_error()
                 errors.clear()
                 del fault
         return values
