@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine_client import EngineCoreRequest, PoolingParams, running_engines
+from helpers.timing import DEADLOCK, eventually
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 12
 
@@ -51,6 +52,11 @@ def test_they_come_through_shared_memory(make: Callable[..., Any]) -> None:
     assert each.shape == (len(tokens), 576)
     assert each.nbytes > 1 << 17
     np.testing.assert_allclose(np.linalg.norm(each, axis=1), 1, rtol=1e-4)
-    [engine] = running_engines(os.getpid())
-    assert engine.counted.arena_capacity >= each.nbytes
-    assert engine.counted.arena_fallbacks == 0
+
+    def counted() -> Any:
+        [engine] = running_engines(os.getpid())
+        return engine.counted
+
+    nbytes = each.nbytes
+    eventually(lambda: counted().arena_capacity >= nbytes, DEADLOCK)  # told when the step is over
+    assert counted().arena_fallbacks == 0
