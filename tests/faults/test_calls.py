@@ -10,8 +10,8 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from typing import Any
@@ -219,6 +219,35 @@ def test_bc20_others_who_wait_in_a_stream_are_told_of_its_end(end: str) -> None:
 # -- BC-21 -------------------------------------------------------------------------------------------------------------
 
 
+class Tally:
+    """How calls ended whose answer, a value or a ``KeyError`` of it, races with their end."""
+
+    def __init__(self) -> None:
+        self.counts = {"answered": 0, "failed": 0, "late": 0}
+        self.wrong: list[Any] = []
+
+    @contextmanager
+    def of(self, mine: str, *late: type[BaseException]) -> Iterator[Callable[[Any], None]]:
+        """Count one call, which hands its answer to what this gives; ``late``: what it raises when it is too late."""
+        answers: list[Any] = []
+        try:
+            yield answers.append
+        except late:
+            self.counts["late"] += 1
+        except KeyError as error:
+            self.counts["failed"] += 1
+            self.wrong += [error] if error.args != (mine,) else []
+        else:
+            self.counts["answered"] += 1
+            self.wrong += [answers] if answers != [mine] else []
+
+    def check(self, number: int) -> None:
+        """Check that so many calls were made, that each got its own answer, and that they ended in all ways."""
+        assert self.wrong == []
+        assert sum(self.counts.values()) == number
+        assert min(self.counts.values()) > 0, self.counts
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "colour"),
@@ -234,26 +263,17 @@ def test_bc21_answers_around_the_moment_of_the_timeout(
 ) -> None:
     """Five hundred calls whose timeout and answer race: each gets its own answer or TimeoutError, nobody another's."""
     record_logs(caplog)
-    counts = {"answered": 0, "failed": 0, "late": 0}
-    wrong: list[Any] = []
+    tally = Tally()
 
     def work(number: int) -> None:
         rng = random.Random(number)
         for index in range(50):
             mine = f"{number}-{index}"
             value: Any = mine if index % 2 else KeyError(mine)
-            try:
-                answer = client.call_utility("deferred", value, 0.03, timeout=rng.uniform(0.025, 0.045))
-            except TimeoutError:
-                counts["late"] += 1
-            except KeyError as error:
-                counts["failed"] += 1
-                wrong.extend([error] if error.args != (mine,) else [])
-            else:
-                counts["answered"] += 1
-                wrong.extend([answer] if answer != mine else [])
+            with tally.of(mine, TimeoutError) as answer:
+                answer(client.call_utility("deferred", value, 0.03, timeout=rng.uniform(0.025, 0.045)))
             if (echoed := client.call_utility("echo", mine)) != mine:
-                wrong.append(echoed)
+                tally.wrong.append(echoed)
 
     with scripted_client(start_method=method, colour=colour) as client:
         reader = reader_of(client)
@@ -263,9 +283,7 @@ def test_bc21_answers_around_the_moment_of_the_timeout(
         for thread in threads:
             thread.join(DEADLOCK)
         time.sleep(0.1)  # the last late answers
-        assert wrong == []
-        assert sum(counts.values()) == 500
-        assert min(counts.values()) > 0, counts
+        tally.check(500)
         assert client.call_utility("echo", "after") == "after"
         assert client.utility_results == {}
         assert reader.is_alive()
@@ -276,8 +294,7 @@ def test_bc21_answers_around_the_moment_of_the_timeout(
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_bc21_answers_around_the_moment_of_the_cancellation(ranks: int, caplog: pytest.LogCaptureFixture) -> None:
     """The same where ``asyncio.wait_for`` or ``cancel`` ends the waiting task; nothing is said of it in the log."""
-    counts = {"answered": 0, "failed": 0, "late": 0}
-    wrong: list[Any] = []
+    tally = Tally()
 
     async def wait(client: Any, value: Any, seconds: float, *, is_cancelled: bool) -> Any:
         call = client.call_utility_async("deferred", value, 0.03)
@@ -292,16 +309,9 @@ def test_bc21_answers_around_the_moment_of_the_cancellation(ranks: int, caplog: 
         for index in range(50):
             mine = f"{number}-{index}"
             value: Any = mine if index % 2 else KeyError(mine)
-            try:
-                answer = await wait(client, value, rng.uniform(0.025, 0.045), is_cancelled=index % 5 == 0)
-            except (TimeoutError, asyncio.TimeoutError, asyncio.CancelledError):  # the second: Python 3.10
-                counts["late"] += 1
-            except KeyError as error:
-                counts["failed"] += 1
-                wrong.extend([error] if error.args != (mine,) else [])
-            else:
-                counts["answered"] += 1
-                wrong.extend([answer] if answer != mine else [])
+            # The second is another one in Python 3.10.
+            with tally.of(mine, TimeoutError, asyncio.TimeoutError, asyncio.CancelledError) as answer:
+                answer(await wait(client, value, rng.uniform(0.025, 0.045), is_cancelled=index % 5 == 0))
             assert await client.call_utility_async("echo", mine) == mine
 
     async def main(client: Any) -> None:
@@ -313,9 +323,7 @@ def test_bc21_answers_around_the_moment_of_the_cancellation(ranks: int, caplog: 
     with async_client(ranks) as client:
         asyncio.run(main(client))
         gc.collect()  # an exception that was never retrieved is told of
-        assert wrong == []
-        assert sum(counts.values()) == 500
-        assert min(counts.values()) > 0, counts
+        tally.check(500)
         assert client.utility_results == {}
         assert reader_of(client).is_alive()
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]

@@ -166,12 +166,7 @@ def test_bc04_bc42_the_interpreter_ends_with_everything_in_flight(end: str, age:
 
 def test_bc10_on_the_free_threaded_build(tmp_path: Path) -> None:
     """Where there is a Python without the global lock, threads share a client there as well."""
-    python = shutil.which("python3.13t") or ""
-    if (
-        not python
-        or subprocess.run([python, "-c", "import psutil, tblib"], capture_output=True, check=False).returncode
-    ):
-        pytest.skip("needs a free-threaded Python: python3.13t on PATH, with psutil and tblib installed in it")
+    python = free_threaded(tmp_path)
     script = tmp_path / "script.py"
     script.write_text(FREE_THREADED, encoding="utf-8")
     began = time.monotonic()
@@ -179,6 +174,23 @@ def test_bc10_on_the_free_threaded_build(tmp_path: Path) -> None:
         [python, str(script)], env=script_environment(), capture_output=True, text=True, timeout=DEADLOCK, check=False
     )
     assert (done.returncode, done.stdout) == (0, "True 16\n"), (done.stderr, time.monotonic() - began)
+
+
+def free_threaded(folder: Path) -> str:
+    """Return a free-threaded Python that has what the library needs, in an environment of its own if it must be."""
+    python = shutil.which("python3.13t")
+    if python is None:
+        pytest.skip("needs a free-threaded Python: there is no python3.13t on PATH")
+
+    def done(*arguments: str) -> bool:
+        return not subprocess.run([python, *arguments], capture_output=True, timeout=300, check=False).returncode
+
+    if not done("-c", "import psutil, tblib"):
+        assert done("-m", "venv", str(folder / "venv"))
+        python = str(folder / "venv" / "bin" / "python")
+        if not done("-m", "pip", "install", "psutil>=5.9.6", "tblib>=3.0.0"):
+            pytest.skip("python3.13t has neither psutil nor tblib, and pip cannot install them")
+    return python
 
 
 FREE_THREADED = """

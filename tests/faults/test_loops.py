@@ -13,7 +13,6 @@ import tracemalloc
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from queue import Empty, SimpleQueue
-from statistics import quantiles
 from typing import Any
 
 import numpy as np
@@ -27,9 +26,10 @@ from engine_client.testing.faults import frozen
 from engine_client.testing.scripted import Script
 from helpers.calls import async_client, make_array
 from helpers.clients import make_request, pid_of, pids_of, session_of
+from helpers.heart import Heart
 from helpers.procs import run_script
 from helpers.scenes import Waiter
-from helpers.timing import DEADLOCK, MS, eventually
+from helpers.timing import DEADLOCK, eventually
 
 RANKS = pytest.mark.parametrize("ranks", [1, 2])
 MIB = 1 << 20
@@ -414,27 +414,6 @@ def test_bc13_ctrl_c_ends_a_run_and_leaves_the_next_one_clean(rounds: int, ranks
 
 
 # -- BC-57 -------------------------------------------------------------------------------------------------------------
-
-
-class Heart:
-    """A task that sleeps 10 ms again and again, and keeps how much longer that took."""
-
-    def __init__(self) -> None:
-        self.delays: list[float] = []
-
-    async def beat(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            began = time.monotonic()
-            await asyncio.sleep(0.01)
-            self.delays.append(time.monotonic() - began - 0.01)
-
-    def check(self) -> str | None:
-        """Return what is wrong, if anything is."""
-        high, highest = quantiles(self.delays, n=100)[98], max(self.delays)
-        if high < 25 * MS and highest < 150 * MS:
-            return None
-        return f"99th percentile {high * 1e3:.1f} ms, maximum {highest * 1e3:.1f} ms"
 
 
 async def bustle(client: Any, ranks: int, seconds: float) -> tuple[Heart, list[float]]:

@@ -18,9 +18,9 @@ import pytest
 from engine_client import ClosedError, EngineDeadError, RemoteProtocolError, SyncMPClient
 from engine_client.testing.faults import frozen
 from engine_client.testing.scripted import Script
-from faults.test_loops import Heart
 from helpers import pipes
 from helpers.clients import channel_of, collect, make_request, pid_of, scripted_client
+from helpers.heart import Heart
 from helpers.payloads import MIB, pattern, pool_request
 from helpers.procs import run_script, wait_gone
 from helpers.scenes import METHODS, Waiter, check_dead, interrupt_after, record_logs
