@@ -90,7 +90,8 @@ class Caller:
             for index in range(len(fan_out.links)):
                 fan_out.register(index)
             # Who takes a rank away first says so and then looks for calls: one of the two sees the other.
-            closed = [link.rank for link in fan_out.links if not self._traffic.router.takes_calls(link)]
+            router = self._traffic.router
+            closed = [link.rank for link in fan_out.links if not router.takes_calls(link)] if router.closed else []
             if closed and not fan_out.is_to_closed:
                 self._leave_out(fan_out, closed)
             for call_id, link in zip(fan_out.ids, fan_out.links, strict=True):

@@ -117,7 +117,8 @@ class InFlight:
         self._unnoticed: dict[int, int] = {}  # requests by rank that ended since anybody last took an end
 
     def __len__(self) -> int:
-        self._settle()
+        if self._finished:
+            self._settle()
         return len(self._ids)
 
     def __repr__(self) -> str:
@@ -223,7 +224,8 @@ class InFlight:
 
         It forgets them with its last act, so that a batch can be turned again if an interrupt comes in between.
         """
-        self._settle()
+        if self._finished:
+            self._settle()
         outputs, finished = outputs_from(columns, self._ids)
         if finished:
             self.notice_ends()

@@ -80,6 +80,8 @@ class Router:
         Raises:
             ValueError: there is no such rank.
         """
+        if ranks is None and not self.closed:
+            return list(self._links.values())
         if ranks is None:
             return [link for link in list(self._links.values()) if self.takes_calls(link)]
         found = []

@@ -24,7 +24,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from itertools import accumulate
-from operator import attrgetter, is_not
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from engine_client.errors import RemoteProtocolError
@@ -51,6 +51,7 @@ _META: Final = {
     if f.name not in ("engine_index", "outputs", "timestamp", "utility_output")
 }
 _get_meta = attrgetter(*_META)
+_NO_META: Final = tuple(_META.values())
 _NESTED: Final = int(Flag.NESTED)
 _REASONS: Final = frozenset(map(int, FinishReason))
 _NAMES: Final = frozenset(_META) | {f.name for f in fields(EngineCoreOutput)} - {"request_id", "new_token_ids"}
@@ -78,6 +79,11 @@ class Columns(NamedTuple):
     """The values, not decoded yet."""
     rows: list[int] | None = None
     """Which rows of the engine's batch these are, if not all of them."""
+
+
+_new_columns: Final = tuple.__new__  # what the constructor does, in half of its time
+_NO_VALUES: Final = (None,) * 5
+"""The last fields of ``Columns``, until its values are decoded."""
 
 
 class Rest:
@@ -118,56 +124,57 @@ def _is_plain(stop_reason: Any) -> bool:
     return type(stop_reason) is int or (type(stop_reason) is str and len(stop_reason) <= _LONGEST_PLAIN)
 
 
-class _Builder:
-    """Collects the columns of one batch."""
+_Rows = tuple[list[int], list[int], list[int], list[tuple[int, Any]], list[str]]
 
-    def __init__(self, keys: Mapping[str, int], silent: Iterable[str]) -> None:
-        self.key_of = keys
-        self.silent = silent
-        self.keys: list[int] = []
-        self.tokens: list[int] = []
-        self.counts: list[int] = []
-        self.finishes: list[tuple[int, int, Any]] = []
-        self.extras: dict[str, dict[int, Any]] = {}
-        self.strays: list[str] = []
-        self.finished: list[str] = []
 
-    def add(self, outputs: Iterable[Any]) -> None:
-        """Append a row for each output."""
-        keys, tokens, counts = self.keys, self.tokens, self.counts
-        find = self.key_of.get
-        compared: type = EngineCoreOutput
-        differs: Callable[[Any], bool] = bool
-        for output in outputs:
-            request_id = output.request_id
-            key = find(request_id) if type(request_id) is str else None
-            if key is None:
-                self._stray(request_id)
-                continue
-            new = output.new_token_ids
-            keys.append(key)
-            tokens.extend(new)
-            counts.append(len(new))
-            if (kind := type(output)) is not compared:
-                compared, differs = kind, comparison(kind)
-            if len(output.__dict__) > 2 if kind is EngineCoreOutput else differs(output):
-                self._add_rest(len(keys) - 1, request_id, set_fields(output))
+def _read_rows(outputs: Iterable[Any], known: Mapping[str, int], silent: Iterable[str]) -> _Rows:
+    """Return keys, tokens and counts of the rows, row and output where that may say more, and strays."""
+    keys: list[int] = []
+    tokens: list[int] = []
+    counts: list[int] = []
+    richer: list[tuple[int, Any]] = []
+    strays: list[str] = []
+    find = known.get
+    compared: type = EngineCoreOutput
+    differs: Callable[[Any], bool] = bool
+    for output in outputs:
+        request_id = output.request_id
+        key = find(request_id) if type(request_id) is str else None
+        if key is None:
+            if not isinstance(request_id, str) or request_id not in silent:
+                strays.append(repr(request_id)[:200])
+            continue
+        new = output.new_token_ids
+        keys.append(key)
+        tokens.extend(new)
+        counts.append(len(new))
+        if (kind := type(output)) is not compared:
+            compared, differs = kind, comparison(kind)
+        if len(output.__dict__) > 2 if kind is EngineCoreOutput else differs(output):
+            richer.append((len(keys) - 1, output))
+    return keys, tokens, counts, richer, strays
 
-    def _stray(self, request_id: Any) -> None:
-        if not isinstance(request_id, str) or request_id not in self.silent:
-            self.strays.append(repr(request_id)[:200])
 
-    def _add_rest(self, row: int, request_id: str, values: dict[str, Any]) -> None:
+_Rest = tuple[list[tuple[int, int, Any]], list[str], dict[str, dict[int, Any]]]
+
+
+def _read_rest(richer: Iterable[tuple[int, Any]]) -> _Rest:
+    """Return what outputs say beside ids and tokens: which requests end and how, their ids, and sparse columns."""
+    rest: _Rest = ([], [], {})
+    finishes, finished, extras = rest
+    for row, output in richer:
+        values = set_fields(output)
         reason = values.pop("finish_reason", None)
         stop_reason = values.pop("stop_reason", None)
         if stop_reason is not None and (reason is None or not _is_plain(stop_reason)):
             values["stop_reason"] = stop_reason
             stop_reason = None
         if reason is not None:
-            self.finishes.append((row, int(reason), stop_reason))
-            self.finished.append(request_id)
+            finishes.append((row, int(reason), stop_reason))
+            finished.append(output.request_id)
         for name, value in values.items():
-            self.extras.setdefault(name, {})[row] = value
+            extras.setdefault(name, {})[row] = value
+    return rest
 
 
 def encode_outputs(
@@ -186,37 +193,35 @@ def encode_outputs(
     Raises:
         SerializationError, TypeError, ...: a value in an output cannot be pickled.
     """
-    builder = _Builder(keys, silent)
-    builder.add(outputs.outputs)
+    found, tokens, counts, richer, strays = _read_rows(outputs.outputs, keys, silent)
     meta = _meta_of(outputs)
-    if not (builder.keys or meta or builder.strays):
+    if not (found or meta or strays):
         return None, []
-    uneven = builder.counts.count(1) != len(builder.counts)
-    extras = builder.extras
+    finishes, finished, extras = _read_rest(richer) if richer else ([], [], {})
     plain = pickle.dumps(
         (
             outputs.engine_index,
             outputs.timestamp,
-            builder.keys,
-            builder.tokens,
-            builder.counts if uneven else None,
-            builder.finishes,
-            builder.strays,
+            found,
+            tokens,
+            None if counts.count(1) == len(counts) else counts,
+            finishes,
+            strays,
             sorted({row for column in extras.values() for row in column}) if extras else None,
         ),
         5,
     )
     if not (extras or meta):
-        return Frame(Kind.OUTPUTS, 0, len(builder.keys), plain), builder.finished
+        return Frame(Kind.OUTPUTS, 0, len(found), plain), finished
     values = dumps((extras or None, meta or None))
     flags = Flag.NESTED | (Flag.NEEDS_MAIN if values.needs_main else 0)
     header = b"".join([_LENGTH.pack(len(plain)), plain, values.header])
-    return Frame(Kind.OUTPUTS, flags, len(builder.keys), header, values.buffers), builder.finished
+    return Frame(Kind.OUTPUTS, flags, len(found), header, values.buffers), finished
 
 
 def _meta_of(outputs: Any) -> dict[str, Any]:
     """Return what a batch says beside its rows; missing attributes count as defaults."""
-    if type(outputs) is EngineCoreOutputs and not any(map(is_not, _get_meta(outputs), _META.values())):
+    if type(outputs) is EngineCoreOutputs and _get_meta(outputs) == _NO_META:
         return {}
     return {name: value for name, default in _META.items() if (value := getattr(outputs, name, default)) is not default}
 
@@ -315,7 +320,7 @@ def _extras_of(extras: dict[str, dict[int, Any]], rows: list[int]) -> dict[str, 
 def _load_plain(header: Any, *, restricted: bool) -> tuple[Columns, list[int] | None]:
     """Return the columns without values, and which rows have some."""
     plain = loads(header, restricted=True) if restricted else pickle.loads(header)  # noqa: S301  # the codec's trust
-    columns = Columns(*plain[:-1])
+    columns = _new_columns(Columns, (*plain[:-1], *_NO_VALUES))
     if restricted:
         _check(columns, plain[-1])
     if len(columns.tokens if columns.counts is None else columns.counts) != len(columns.keys):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from typing import Final
+from typing import Any, Final
 
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from engine_client.protocol.batch import Columns
@@ -29,7 +29,23 @@ def outputs_from(columns: Columns, ids: Mapping[int, str]) -> tuple[EngineCoreOu
     Returns:
         The outputs, and the keys of the requests that they finish.
     """
-    rows = _rows(columns, ids)
+    rows, are_known = _rows(columns, ids)
+    finished = _finish(columns, rows) if columns.finishes else []
+    for name, column in (columns.extras or {}).items():
+        for row, value in column.items():
+            if rows[row] is not None:
+                setattr(rows[row], name, value)
+    # Not ``None in rows``, which would ask each output whether it equals None.
+    kept: Any = rows if are_known else [output for output in rows if output is not None]
+    outputs = EngineCoreOutputs(columns.engine_index, kept, timestamp=columns.timestamp)
+    if columns.meta:
+        for name, value in columns.meta.items():
+            setattr(outputs, name, value)
+    return outputs, finished
+
+
+def _finish(columns: Columns, rows: list[EngineCoreOutput | None]) -> list[int]:
+    """Say in outputs that they are the last of their requests; return the keys of these."""
     finished: list[int] = []
     for row, reason, stop_reason in columns.finishes:
         output = rows[row]
@@ -38,34 +54,27 @@ def outputs_from(columns: Columns, ids: Mapping[int, str]) -> tuple[EngineCoreOu
             if stop_reason is not None:
                 output.stop_reason = stop_reason
             finished.append(columns.keys[row])
-    for name, column in (columns.extras or {}).items():
-        for row, value in column.items():
-            if rows[row] is not None:
-                setattr(rows[row], name, value)
-    # Not ``None in rows``, which would ask each output whether it equals None.
-    kept = [output for output in rows if output is not None]
-    outputs = EngineCoreOutputs(columns.engine_index, kept, timestamp=columns.timestamp)
-    for name, value in (columns.meta or {}).items():
-        setattr(outputs, name, value)
-    return outputs, finished
+    return finished
 
 
-def _rows(columns: Columns, ids: Mapping[int, str]) -> list[EngineCoreOutput | None]:
-    """Make the outputs, id and tokens only; None where the key is unknown."""
+def _rows(columns: Columns, ids: Mapping[int, str]) -> tuple[list[EngineCoreOutput | None], bool]:
+    """Make the outputs, id and tokens only, None where the key is unknown; tell whether all are known."""
     make = EngineCoreOutput.__new__
     find = ids.get
     rows: list[EngineCoreOutput | None] = []
     add = rows.append
+    are_known = True
     for key, new in zip(columns.keys, _tokens_of_rows(columns), strict=True):
         request_id = find(key)
         if request_id is None:
             add(None)
+            are_known = False
         else:
             output = make(EngineCoreOutput)
             output.request_id = request_id
             output.new_token_ids = new
             add(output)
-    return rows
+    return rows, are_known
 
 
 def _tokens_of_rows(columns: Columns) -> Iterable[list[int]]:
