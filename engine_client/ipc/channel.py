@@ -26,12 +26,14 @@ import _socket  # the half of socket that is needed here; the other one takes 10
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
 from engine_client.errors import RemoteProtocolError
 from engine_client.interfaces import Buffer
 from engine_client.ipc.arena import ArenaReader, ArenaWriter
+from engine_client.ipc.incoming import resolve
 from engine_client.ipc.outgoing import Backlog, Outgoing
 from engine_client.protocol.frames import RESTRICTED, Frame, Kind, RawFrame, Segment
 from engine_client.protocol.framing import FrameReader, pack_prefix
@@ -95,6 +97,7 @@ class Channel:
         self._revoked: deque[list[Segment]] = deque()  # of frames whose sending an interrupt has ended
         # -- reading thread only --
         self._reader = FrameReader()
+        self.ahead: list[bytes | Frame] = []  # what a borrower has read, and not taken; see ``Loan``
         # -- guarded by _lock --
         self._lock = threading.RLock()
         self._flushing = False
@@ -143,7 +146,8 @@ class Channel:
             self._cancel_revoked()
         kind, flags, ref, header, buffers, _ = frame
         if not buffers:
-            return self._queue(Outgoing(_joined(pack_prefix(kind, flags, ref, len(header)), header)))
+            prefix = pack_prefix(kind, flags, ref, len(header))
+            return self._queue(Outgoing([prefix + header] if len(header) < _JOIN_BELOW else [prefix, header]))
         outgoing = Outgoing()
         try:
             return self._send(outgoing, frame)
@@ -249,28 +253,22 @@ class Channel:
             if len(frames) > 1:
                 with suppress(MemoryError):  # then one by one
                     self._backlog.merge()
-            if not self._write_locked(frames[0]):
+            outgoing = frames[0]
+            parts = outgoing.remaining() if outgoing.written else outgoing.parts
+            if not parts:  # an interrupt came when all was written
+                self._backlog.wrote(0)
+                continue
+            try:
+                # One C call makes the system call and keeps its count: a signal cannot come between the two.
+                parts = parts if len(parts) < _MOST_VECTORS else parts[:_MOST_VECTORS]
+                outgoing.written.extend(map(self._socket.sendmsg, (parts,), ((),), (_NO_SIGNAL,)))
+            except BlockingIOError:
                 return False
-        return True
-
-    def _write_locked(self, outgoing: Outgoing) -> bool:
-        """Make one write of the first frame; return False when the pipe is full.  Requires ``_lock``."""
-        parts = outgoing.remaining() if outgoing.written else outgoing.parts
-        if not parts:  # an interrupt came when all was written
-            self._backlog.wrote(0)
-            return True
-        try:
-            # One C call makes the system call and keeps its count: a signal cannot come between the two.
-            parts = parts if len(parts) < _MOST_VECTORS else parts[:_MOST_VECTORS]
-            sent = map(self._socket.sendmsg, (parts,), ((),), (_NO_SIGNAL,))
-            outgoing.written.extend(sent)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            self._broken = error.with_traceback(None)  # whose frames would keep the caller as long as this lives
-            self._backlog.clear()
-            raise BrokenPipeError(f"{self.name}: {error}") from error
-        self._backlog.wrote(outgoing.written[-1])
+            except OSError as error:
+                self._broken = error.with_traceback(None)  # whose frames would keep the caller as long as this lives
+                self._backlog.clear()
+                raise BrokenPipeError(f"{self.name}: {error}") from error
+            self._backlog.wrote(outgoing.written[-1])
         return True
 
     def receive(self) -> list[Frame]:
@@ -279,8 +277,8 @@ class Channel:
         Sets ``ended`` at the end of the stream, and ``fault`` when the other side broke the rules or ended inside a
         frame; a channel with a fault is broken.
         """
-        frames: list[Frame] = []
-        for _ in range(_MOST_READS):
+        frames = self._take_ahead() if self.ahead else []
+        for _ in range(0 if self.ended else _MOST_READS):
             try:
                 room = self._reader.buffer()
                 size = len(room)  # the view is released when the reader advances
@@ -290,10 +288,8 @@ class Channel:
                     self._reader.end()
                     self.ended = True
                     break
-                self.received += count
-                frames += [f if isinstance(f, Frame) else self._resolve(f) for f in self._reader.advance(count)]
-                if self._reader.broken:  # behind frames that were whole, in the same read: nothing more may ever come
-                    self._break(RemoteProtocolError(self._reader.broken))
+                frames += self._accept(count, self._reader.advance(count))
+                if self.ended:
                     break
             except BlockingIOError:
                 break
@@ -309,37 +305,39 @@ class Channel:
             return [frame._replace(flags=frame.flags | RESTRICTED) for frame in frames]
         return frames
 
+    def _accept(self, count: int, arrived: list[Frame | RawFrame]) -> list[Frame]:
+        """Take note of what came with so many bytes; return it with its buffers."""
+        self.received += count
+        if self._reader.broken:  # behind frames that were whole, in the same read: nothing more may ever come
+            self._break(RemoteProtocolError(self._reader.broken))
+        return [
+            frame if isinstance(frame, Frame) else resolve(frame, self._arena_reader, self.name) for frame in arrived
+        ]
+
+    def _take_ahead(self) -> list[Frame]:
+        """Return what a borrower of this channel has read and left."""
+        ahead, self.ahead = self.ahead, []
+        frames: list[Frame] = []
+        try:
+            for item in ahead:
+                frames += [item] if isinstance(item, Frame) else self._accept(len(item), self._reader.feed(item))
+        except RemoteProtocolError as error:
+            self._break(error)
+        return frames
+
+    def can_be_lent(self) -> bool:
+        """Tell whether somebody else may read what comes next: it begins with a frame, and nothing waits to be sent."""
+        return not (self.ended or self._reader.in_frame or self.waiting or self.is_watched or self._fd < 0)
+
+    def recv(self) -> Callable[[int], bytes]:
+        """Return what reads bytes: C code that does not wait."""
+        return self._socket.recv
+
     def _break(self, fault: BaseException) -> None:
         self.ended = True
         self.fault = fault
         with self._lock:
             self._broken = self._broken or fault.with_traceback(None)  # as in _write_locked
-
-    def _resolve(self, raw: RawFrame) -> Frame:
-        """Turn offsets into views; all leases of a frame are taken, or none is kept."""
-        inline = iter(raw.inline)
-        buffers: list[memoryview] = []
-        try:
-            for segment in raw.segments:
-                # No comprehension, because what was leased before a failure must be known; and no variable either,
-                # which would keep the last one for as long as somebody keeps the error.
-                buffers.append(next(inline) if segment.offset < 0 else self._lease(segment))  # noqa: PERF401 (see above)
-        except (RemoteProtocolError, OSError, MemoryError) as error:
-            if self._arena_reader is not None:
-                for segment in raw.segments[len(buffers) :]:
-                    self._arena_reader.discard(segment)
-            buffers.clear()
-            with suppress(OSError):  # of the import, which needs a descriptor: it is another end than the stream's
-                from engine_client.protocol.tracebacks import empty_frames  # noqa: PLC0415  # needed for failures only
-
-                empty_frames(error)  # a mapping in it would last as long as somebody keeps the error
-            return Frame(raw.kind, raw.flags, raw.ref, raw.header, (), error)
-        return Frame(raw.kind, raw.flags, raw.ref, raw.header, buffers)
-
-    def _lease(self, segment: Segment) -> memoryview:
-        if self._arena_reader is None:
-            raise RemoteProtocolError(f"{self.name}: a buffer in shared memory, but there is none")
-        return self._arena_reader.lease(segment)
 
     def hang_up(self) -> None:
         """Have the other side see the end of the stream now, whoever has copies of this descriptor; idempotent."""

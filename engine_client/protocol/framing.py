@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from engine_client.errors import LocalProtocolError, RemoteProtocolError
 from engine_client.protocol.frames import INLINE, MAX_SEGMENTS, Flag, Frame, Kind, RawFrame, Segment
 
-__all__ = ["MAX_FRAME", "FrameReader", "pack_prefix"]
+__all__ = ["MAX_FRAME", "FrameReader", "pack_prefix", "take_small"]
 
 _PREFIX: Final = struct.Struct("<4sBBHQQ")
 _ENTRY: Final = struct.Struct("<QqQ")
@@ -48,6 +48,7 @@ _NOTHING: Final = memoryview(b"")
 _FIRST_KIND: Final = int(min(Kind))
 _LAST_KIND: Final = int(max(Kind))
 _UNKNOWN_FLAGS: Final = 0xFF & ~sum(Flag)
+_new_frame: Final = tuple.__new__  # what the constructor does, in half of its time
 
 
 def pack_prefix(kind: int, flags: int, ref: int, header_length: int, segments: Sequence[Segment] = ()) -> bytes:
@@ -205,7 +206,7 @@ class FrameReader:
             raise RemoteProtocolError(self.broken)
         partial = self._partial
         if partial is None or partial.body is None:
-            self._view = self._scratch[self._end :]
+            self._view = self._scratch[self._end :] if self._end else self._scratch
         else:
             self._view = memoryview(partial.body)[partial.filled :]
         return self._view
@@ -223,7 +224,8 @@ class FrameReader:
             raise RemoteProtocolError(self.broken)
         if not 0 <= count <= len(self._view):
             raise LocalProtocolError(f"{count} bytes cannot have been put into a buffer of {len(self._view)}")
-        self._view.release()  # nothing that is handed on, or grows, stays tied to this reader
+        if self._view is not self._scratch and self._view is not _NOTHING:
+            self._view.release()  # nothing that is handed on, or grows, stays tied to this reader
         self._view = _NOTHING
         frames: list[Frame | RawFrame] = []
         try:
@@ -237,6 +239,25 @@ class FrameReader:
             reason = self._break(str(error) or "there is no memory for a frame of this size")
             if not frames:
                 raise RemoteProtocolError(reason) from None
+        return frames
+
+    def feed(self, data: bytes) -> list[Frame | RawFrame]:
+        """Take bytes that were read elsewhere; return the frames that they complete.
+
+        Raises:
+            RemoteProtocolError: as ``advance``.
+        """
+        frames: list[Frame | RawFrame] = []
+        rest = memoryview(data)
+        while rest and not self.broken:
+            room = self.buffer()
+            count = min(len(room), len(rest))
+            room[:count], rest = rest[:count], rest[count:]
+            try:
+                frames += self.advance(count)
+            except RemoteProtocolError:
+                if not frames:
+                    raise
         return frames
 
     def end(self) -> None:
@@ -281,25 +302,19 @@ class FrameReader:
 
     def _read_prefixes(self, frames: list[Frame | RawFrame]) -> bool:
         """Take whole small frames, which is what comes usually; begin the first other one and return True."""
-        scratch, begin, end = self._scratch, self._begin, self._end
-        while end - begin >= _PREFIX_SIZE:
-            magic, kind, flags, count, ref, header_length = _PREFIX.unpack_from(scratch, begin)
-            if magic != _MAGIC or not _FIRST_KIND <= kind <= _LAST_KIND or flags & _UNKNOWN_FLAGS:
-                self._begin = begin
-                raise RemoteProtocolError(_what_is_wrong(magic, kind, flags))
-            if count or header_length >= _LARGE or (length := header_length) > self._max_frame:
-                if (length := header_length + count * _ENTRY.size) > self._max_frame:
-                    raise RemoteProtocolError(f"a frame of {length} bytes is over the limit of {self._max_frame}")
-                self._begin = begin + _PREFIX_SIZE
-                self._partial = _Partial(kind, flags, count, ref, header_length, self._max_frame)
-                return True
-            header_begin = begin + _PREFIX_SIZE
-            if header_begin + length > end:
-                break  # the rest of it is on its way
-            begin = header_begin + length
-            frames.append(Frame(kind, flags, ref, bytes(scratch[header_begin:begin])))
-        self._begin = begin
-        return False
+        self._begin = begin = take_small(self._scratch, self._begin, self._end, frames.append, self._max_frame)
+        if self._end - begin < _PREFIX_SIZE:
+            return False
+        magic, kind, flags, count, ref, header_length = _PREFIX.unpack_from(self._scratch, begin)
+        if magic != _MAGIC or not _FIRST_KIND <= kind <= _LAST_KIND or flags & _UNKNOWN_FLAGS:
+            raise RemoteProtocolError(_what_is_wrong(magic, kind, flags))
+        if (length := header_length + count * _ENTRY.size) > self._max_frame:
+            raise RemoteProtocolError(f"a frame of {length} bytes is over the limit of {self._max_frame}")
+        if not count and header_length < _LARGE:
+            return False  # the rest of it is on its way
+        self._begin = begin + _PREFIX_SIZE
+        self._partial = _Partial(kind, flags, count, ref, header_length, self._max_frame)
+        return True
 
     def _compact(self) -> None:
         """Move what is left to the front when the rest of a small part might not fit behind it."""
@@ -309,6 +324,26 @@ class FrameReader:
         elif begin + _PREFIX_SIZE + _LARGE > _SCRATCH_SIZE:
             self._scratch[: end - begin] = bytes(self._scratch[begin:end])
             self._begin, self._end = 0, end - begin
+
+
+def take_small(
+    data: bytes | memoryview, begin: int, end: int, add: Callable[[Frame], object], max_frame: int = MAX_FRAME
+) -> int:
+    """Take whole small frames, which need no more resolving, off ``data[begin:end]``, and ``add`` each.
+
+    Returns:
+        Where the first other one begins: one that is not whole, has segments, is large, or is none at all.
+    """
+    while end - begin >= _PREFIX_SIZE:
+        magic, kind, flags, count, ref, length = _PREFIX.unpack_from(data, begin)
+        header = begin + _PREFIX_SIZE
+        if count or length >= _LARGE or header + length > end or length > max_frame:
+            break
+        if magic != _MAGIC or not _FIRST_KIND <= kind <= _LAST_KIND or flags & _UNKNOWN_FLAGS:
+            break
+        begin = header + length
+        add(_new_frame(Frame, (kind, flags, ref, bytes(data[header:begin]), (), None)))
+    return begin
 
 
 def _what_is_wrong(magic: bytes, kind: int, flags: int) -> str:

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from engine_client.errors import LocalProtocolError, RemoteProtocolError
 from engine_client.protocol import framing
 from engine_client.protocol.frames import INLINE, MAX_SEGMENTS, Flag, Frame, Kind, RawFrame, Segment
-from engine_client.protocol.framing import FrameReader, pack_prefix
+from engine_client.protocol.framing import FrameReader, pack_prefix, take_small
 
 MIB = 1 << 20
 LENGTHS = st.one_of(
@@ -358,3 +358,27 @@ def test_repr_tells_the_state():
     assert repr(reader) == "<FrameReader between frames>"
     feed(reader, b"EC")
     assert repr(reader) == "<FrameReader in frame>"
+
+
+def test_bytes_read_elsewhere_are_taken_like_others():
+    """``feed`` returns what the same bytes give in any other cuts, and may come in the middle of a frame."""
+    frames = [Frame(Kind.REPLY, 0, n, bytes(length)) for n, length in enumerate((0, 40, 20_000, 200_000, 7))]
+    stream = b"".join(pack_prefix(f.kind, f.flags, f.ref, len(f.header)) + f.header for f in frames)
+    for cut in (0, 1, 30, 25_000, len(stream) - 3):
+        reader = FrameReader()
+        found = reader.feed(stream[:cut]) + reader.feed(stream[cut:]) + reader.feed(b"")
+        assert [(f.ref, bytes(f.header)) for f in found] == [(f.ref, f.header) for f in frames]
+        assert not reader.in_frame
+
+
+def test_a_violation_in_bytes_read_elsewhere_is_one():
+    """Frames before it are returned, and then it is said; ``take_small`` leaves it to the reader."""
+    whole = pack_prefix(Kind.REPLY, 0, 1, 3) + b"abc"
+    reader = FrameReader()
+    assert [bytes(f.header) for f in reader.feed(whole + b"x" * 30 + bytes(100_000))] == [b"abc"]
+    assert reader.broken
+    with pytest.raises(RemoteProtocolError):
+        FrameReader().feed(b"x" * 30)
+    found: list[Frame] = []
+    assert take_small(whole + b"x" * 30, 0, len(whole) + 30, found.append) == len(whole)
+    assert [f.header for f in found] == [b"abc"]
