@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from engine_client.clients.endings import JOIN_TIMEOUT, Ending
 from engine_client.clients.events import EngineEvent, Events
 from engine_client.clients.link import EngineLink
-from engine_client.clients.traffic import Traffic
+from engine_client.clients.taking import Taking
 from engine_client.config import ClientOptions
 from engine_client.deadline import Deadline
 from engine_client.ipc.latch import Latch
@@ -32,7 +32,7 @@ from engine_client.ipc.process_group import ProcessGroup
 __all__ = ["Membership"]
 
 
-class Membership(Traffic):
+class Membership(Taking):
     """The part of a session that knows its ranks.
 
     Args:

@@ -107,20 +107,28 @@ class OutputQueue:
             self.queue.put(None)
             self.tell_listeners()
 
-    def get(self, deadline: Deadline, taken: list[Any]) -> EngineCoreOutputs:
+    def get(
+        self,
+        deadline: Deadline,
+        taken: list[Any],
+        read: Callable[[], EngineCoreOutputs | None] = lambda: None,
+    ) -> EngineCoreOutputs:
         """Wait for the next outputs of requests that are in flight, or statistics.
 
         Args:
             deadline: of the wait.
             taken: an empty list.  Whoever is interrupted, in here or before its own caller has the outputs, gives it to
                 ``put_back``.
+            read: finds outputs that are not here yet, or notes that the caller is about to wait for them.
 
         Raises:
             TimeoutError: nothing came before the deadline.
             BaseException: what ``end`` was given.
         """
         while True:
-            outputs = self.turn(self.take(deadline, taken))
+            outputs = None if self.has_news else read()
+            if outputs is None:
+                outputs = self.turn(self.take(deadline, taken))
             if outputs is not None:
                 return outputs
 

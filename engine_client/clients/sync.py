@@ -99,6 +99,7 @@ class SyncMPClient(SyncUtilities, MPClient):
             self._end(begun)
             return outputs  # noqa: TRY300  # not behind the try: an interrupt that comes meanwhile is one of this call
         except Exception:
+            self._session.put_back(taken)  # which holds something if a signal handler has raised this
             self._end(begun)
             raise
         except BaseException:  # as in add_request
@@ -172,7 +173,7 @@ class SyncMPClient(SyncUtilities, MPClient):
         fan_out = self._caller.begin(method, ranks)
         try:
             self._caller.send(fan_out, method, args, deadline)
-            self._session.expect()
+            self._session.await_reply(fan_out.ids, deadline)
             return fan_out.wait(deadline)
         finally:
             fan_out.discard()

@@ -38,8 +38,8 @@ from engine_client.config import ClientOptions
 from engine_client.deadline import Deadline
 from engine_client.errors import ForeignProcessError, LocalProtocolError
 from engine_client.ipc.latch import Latch
+from engine_client.ipc.loan import Loan
 from engine_client.ipc.reader import ReaderThread
-from engine_client.messages import EngineCoreOutputs
 from engine_client.protocol.batch import Columns, decode_columns, failed_batch
 from engine_client.protocol.exception_fields import text_of
 from engine_client.protocol.frames import Frame
@@ -262,40 +262,22 @@ class Traffic:
 
     # -- outputs -------------------------------------------------------------------------------------------------------
 
-    def get(self, timeout: float | None, taken: list[Any] | None = None) -> EngineCoreOutputs:
-        """Wait for the next outputs.
-
-        Args:
-            timeout: seconds; None waits as long as the engine lives.
-            taken: an empty list, for a caller who gives it to ``put_back`` when it is interrupted.
-
-        Raises:
-            TimeoutError: nothing came within ``timeout`` seconds.
-            EngineDeadError: the engine is dead and everything it sent was delivered.
-        """
-        self.refuse_copies()
-        self.refuse_to_wait_for_myself()
-        self.consumes()
-        if not self.outputs.has_news:
-            self.expect()
-        return self.outputs.get(Deadline(timeout), [] if taken is None else taken)
-
     def consumes(self) -> None:
         """Note that the calling thread takes outputs."""
-        self._abort_noted()
+        if self.aborts.noted:
+            self._abort_noted()
         self._consumer = threading.get_ident()
 
     def expect(self) -> None:
         """Note that the calling thread is about to wait for what an engine sends."""
+        self.expect_or_read(can_read=False)
+
+    def expect_or_read(self, *, can_read: bool) -> Loan | None:
+        """Note that the calling thread is about to wait for what an engine sends; return what it shall read itself."""
         under_way = len(self.in_flight) + len(self.calls)
         # Where more is under way, what comes next is seldom that answer, and threads that poll hold up those that work.
-        if under_way:
-            self._reader.expect(is_answer=under_way == 1 and bool(self._is_fresh or self.calls))
-
-    def put_back(self, taken: list[Any]) -> None:
-        """Have the next ``get`` deliver what an interrupted one had in hand: other threads' requests may be in it."""
-        if taken:
-            self.outputs.put_back(taken)
+        is_answer = under_way == 1 and bool(self._is_fresh or self.calls)
+        return self._reader.expect(is_answer=is_answer, can_read=can_read) if under_way else None
 
     def refuse_to_wait_for_myself(self) -> None:
         """Raise on the reader's thread: in a done-callback of a pending call, say, or in a ``__del__``."""
@@ -376,16 +358,21 @@ class Traffic:
         Raises:
             Exception: not even the keys can be decoded.
         """
-        self._is_fresh = False
         columns = decode_columns(frame)
+        self.note_outputs(link, columns)
+        columns = self.streams.sort(columns)
+        if columns.keys or self._consumer or not self.streams:  # statistics alone are kept if somebody takes outputs
+            self.outputs.put(columns)
+
+    def note_outputs(self, link: EngineLink, columns: Columns) -> None:
+        """Note what a step's outputs say of their engine."""
+        self._is_fresh = False
         link.meter.add(len(columns.tokens), columns.timestamp)
         if columns.strays:
             self._log_once("stray", "%s sent outputs nobody has asked for: %s", link.title, ", ".join(columns.strays))
         self.look_around()
-        self.in_flight.arrived(columns.keys[row] for row, _, _ in columns.finishes)
-        columns = self.streams.sort(columns)
-        if columns.keys or self._consumer or not self.streams:  # statistics alone are kept if somebody takes outputs
-            self.outputs.put(columns)
+        if columns.finishes:
+            self.in_flight.arrived(columns.keys[row] for row, _, _ in columns.finishes)
 
     def _on_lost(self, columns: Columns, keys: list[int]) -> None:
         """End, in the engine too, the requests of a batch whose values cannot be decoded; on a caller's thread."""

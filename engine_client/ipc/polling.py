@@ -15,7 +15,7 @@ import selectors
 import time
 from typing import Final
 
-__all__ = ["Polling", "poll"]
+__all__ = ["Exchange", "Polling", "poll"]
 
 _SHORT: Final = 1e-3
 """Seconds, of a wait for which polling would have paid, and most seconds to poll: a few MiB are copied in half of it.
@@ -25,6 +25,13 @@ the one that the other is using, though another is idle: then they take turns.""
 
 _IN_A_ROW: Final = 3
 """Short waits after which the next one is polled for."""
+
+
+_QUICK: Final = 1e-3
+"""Seconds from an answer to the next question that make a quick succession."""
+
+_MANY_QUICK: Final = 3
+"""Questions in quick succession after which callers read their answers themselves."""
 
 
 class Polling:
@@ -54,6 +61,62 @@ class Polling:
             self._in_a_row += 1
             if self._in_a_row >= _IN_A_ROW:
                 self.spin = _SHORT
+
+
+class Exchange:
+    """What callers ask and wait for: whether the next wait is polled for, and by whom.
+
+    A caller who asks for the next thing as soon as the last one is there, again and again, reads best by itself.
+
+    Args:
+        spin_us: as for ``Polling``.
+    """
+
+    __slots__ = ("_answered_at", "_expected_at", "_quick", "_until", "polling")
+
+    def __init__(self, spin_us: float | None = None) -> None:
+        self.polling = Polling(spin_us)
+        self._expected_at = 0.0  # when somebody began to wait for what is not here yet
+        self._answered_at = 0.0  # when what somebody waited for was last here
+        self._quick = 0  # waits in a row that each began right after such an answer
+        self._until = 0.0  # when the reader's polling ends
+
+    def __repr__(self) -> str:
+        return f"<Exchange {self.polling!r} {self._quick} in quick succession>"
+
+    def is_polled_for(self, *, is_answer: bool) -> bool:
+        """Tell whether a wait counts here: for an answer, or for anything if a number of microseconds says so."""
+        return self.polling.spin > 0 if self.polling.is_fixed else is_answer
+
+    def expect(self, *, can_read: bool) -> bool:
+        """Note that a caller begins to wait; return whether the reader is to poll."""
+        self._expected_at = now = time.monotonic()
+        if can_read:
+            self._quick = self._quick + 1 if now - self._answered_at < _QUICK else 0
+        if self.polling.spin:
+            self._until = now + self.polling.spin
+        return bool(self.polling.spin)
+
+    def spin_left(self) -> float:
+        """Return for how many seconds the reader is still to poll."""
+        return max(0.0, self._until - time.monotonic()) if self._until else 0.0
+
+    def arrived(self) -> bool:
+        """Note that something has come; return whether callers should read what comes next by themselves."""
+        self._until = 0.0
+        began, self._expected_at = self._expected_at, 0.0
+        if not began:
+            return False
+        self.answered(began)
+        is_quick = self._quick >= _MANY_QUICK and self.polling.spin > 0
+        if is_quick:
+            self._quick = 0
+        return is_quick
+
+    def answered(self, began: float) -> None:
+        """Note that what somebody has waited for, since this monotonic second, is here."""
+        self._answered_at = now = time.monotonic()
+        self.polling.waited(now - began)
 
 
 def poll(selector: selectors.BaseSelector, spin: float) -> list[tuple[selectors.SelectorKey, int]]:

@@ -25,16 +25,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from engine_client.deadline import Deadline
 from engine_client.ipc.channel import Channel
+from engine_client.ipc.loan import Loan, can_lend
 from engine_client.ipc.moderation import Moderated
-from engine_client.ipc.polling import Polling
+from engine_client.ipc.polling import Exchange
 from engine_client.ipc.wakeup import Wakeup
 from engine_client.protocol.frames import Frame
 
 __all__ = ["ReaderHandler", "ReaderThread", "is_reader_thread"]
+
+
+_TICK: Final = 5e-3
+"""Seconds in which nobody has read, before the thread does so again."""
 
 
 class ReaderHandler(Protocol):
@@ -85,9 +90,9 @@ class ReaderThread:
 
     def __init__(self, handler: ReaderHandler, name: str, spin_us: float | None = 0.0) -> None:
         self._handler = handler
-        self._polling = Polling(spin_us)
-        self._expected_at = 0.0  # when somebody began to wait for what is not here yet
-        self._spin_until = 0.0
+        self._exchange = Exchange(spin_us)
+        self._loan: Loan | None = None  # set and ended by the thread
+        self._can_lend = can_lend()
         self._selector = selectors.DefaultSelector()  # reader thread only, once it runs
         try:
             self._wakeup = Wakeup()
@@ -138,22 +143,45 @@ class ReaderThread:
         """Make the thread look for backlogs to flush."""
         self._wakeup.wakeup()
 
-    def expect(self, *, is_answer: bool) -> None:
+    def expect(self, *, is_answer: bool, can_read: bool = False) -> Loan | None:
         """Have the thread poll for what comes next: the caller is about to wait for it.
 
         Args:
             is_answer: to what the caller has asked, while nothing else is under way.  A stream, which comes by itself,
                 is not polled for, but where that is asked for: it wakes the thread for many tokens at once.
+            can_read: the caller would read it itself, if it may.
+
+        Returns:
+            What the caller shall read, for ``poll_seconds``, before it says ``give_up`` and waits.
 
         While the caller runs, or another thread, this one cannot poll: they would take turns in the interpreter, and
         its lock is handed over in milliseconds.  So it begins when somebody waits, and ends with the first frame.
         """
-        polling = self._polling
-        if polling.spin if polling.is_fixed else is_answer:
-            self._expected_at = now = time.monotonic()
-            if polling.spin:
-                self._spin_until = now + polling.spin
+        exchange, loan = self._exchange, self._loan
+        if exchange.is_polled_for(is_answer=is_answer):
+            can_read = can_read and is_answer
+            if loan is not None and can_read:
+                return loan
+            if exchange.expect(can_read=can_read):
                 self._wakeup.wakeup()
+                return None
+        if loan is not None:
+            self._wakeup.wakeup()
+        return None
+
+    @property
+    def poll_seconds(self) -> float:
+        """Return for how long a caller polls."""
+        return self._exchange.polling.spin
+
+    def has_read(self, began: float) -> None:
+        """Note that a caller has read what it has waited for since this monotonic second."""
+        self._exchange.answered(began)
+
+    def give_up(self, began: float) -> None:
+        """Have the thread read again: a caller, which has waited since then, has not read what it waits for."""
+        self._exchange.polling.waited(time.monotonic() - began)
+        self._wakeup.wakeup()
 
     def is_alive(self) -> bool:
         """Tell whether the thread runs."""
@@ -161,7 +189,7 @@ class ReaderThread:
 
     def is_current(self) -> bool:
         """Tell whether the caller is the reader itself."""
-        return threading.current_thread() is self._thread
+        return threading.get_ident() == self._thread.ident
 
     def stop(self, timeout: float) -> None:
         """End the thread and release its descriptors; idempotent; does not wait when called by the thread itself.
@@ -200,24 +228,54 @@ class ReaderThread:
             self._release()
 
     def _release(self) -> None:
+        if self._loan is not None:
+            self._loan.end()
         self._selector.close()
         self._wakeup.close()
         self._channels.clear()
 
     def _wait(self) -> list[tuple[selectors.SelectorKey, int]]:
-        self._want_writes()
         limits = [deadline.remaining() or 0.0 for deadline in (*self._deadlines.values(), *self._looks.values())]
-        spin = self._spin_until - time.monotonic() if self._spin_until else 0.0
-        return self._waits.select(min(limits, default=None), max(0.0, spin))
+        if self._loan is None:
+            self._want_writes()
+        else:
+            limits.append(_TICK)
+        return self._waits.select(min(limits, default=None), self._exchange.spin_left())
+
+    def _lend(self, rank: int) -> None:
+        """Stand aside for callers who ask in quick succession: until anything happens but that they read."""
+        channel = self._channels.get(rank)
+        if self._can_lend and channel is not None and len(self._channels) == 1 and channel.can_be_lent():
+            self._selector.unregister(channel.fileno())
+            self._loan = Loan(rank, channel)
+
+    def _end_loan(self) -> int | None:
+        """Watch what was lent again; return its rank, if there was a loan."""
+        loan, self._loan = self._loan, None  # before it ends: whoever comes now does not even try
+        if loan is None:
+            return None
+        loan.end()
+        rank, channel = loan.rank, loan.channel
+        if self._channels.get(rank) is channel and channel.fileno() >= 0:
+            self._selector.register(channel.fileno(), selectors.EVENT_READ, ("channel", rank))
+        return rank
+
+    def _look_after_loan(self, events: list[tuple[selectors.SelectorKey, int]]) -> None:
+        """Read again, and first of all what is left, if anything has happened, or nobody has read for a while."""
+        if self._loan is not None and (events or self._requests or self._loan.is_idle()):
+            rank = self._end_loan()
+            if rank in self._channels:
+                self._read(rank)
 
     def _serve(self, events: list[tuple[selectors.SelectorKey, int]]) -> None:
         """Serve one round: channels first, then sentinels, then deadlines."""
+        if any(key.data[0] == "wakeup" for key, _ in events):
+            self._wakeup.clear()  # first: one that comes after a loan was made in this round is there for the next
+        self._look_after_loan(events)
         exits: list[int] = []
         for key, mask in events:
             what, rank = key.data
-            if what == "wakeup":
-                self._wakeup.clear()
-            elif what == "sentinel":
+            if what == "sentinel":
                 exits.append(rank)
             elif rank in self._channels:
                 if mask & selectors.EVENT_WRITE:
@@ -250,6 +308,7 @@ class ReaderThread:
             self._selector.register(sentinel, selectors.EVENT_READ, ("sentinel", rank))
 
     def _forget(self, rank: int) -> None:
+        self._end_loan()
         channel = self._channels.pop(rank, None)
         sentinel = self._sentinels.pop(rank, None)
         self._deadlines.pop(rank, None)
@@ -278,10 +337,8 @@ class ReaderThread:
         channel = self._channels[rank]
         frames = channel.receive()
         if frames:
-            self._spin_until = 0.0
-            if self._expected_at:
-                self._polling.waited(time.monotonic() - self._expected_at)
-                self._expected_at = 0.0
+            if self._exchange.arrived():
+                self._lend(rank)  # before anybody is woken, who would find it reading
             self._handler.on_frames(rank, frames)
         if channel.ended and rank in self._channels:
             self._selector.unregister(channel.fileno())
@@ -293,6 +350,7 @@ class ReaderThread:
         if sentinel is None:
             return
         self._selector.unregister(sentinel)
+        self._end_loan()  # which may have been made in this very round
         channel = self._channels.get(rank)
         while channel is not None and not channel.ended and channel.fileno() >= 0:
             before = channel.received

@@ -445,7 +445,7 @@ def test_without_any_rank_left_requests_are_refused() -> None:
 def told(client: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Return a list that gets, of each wait that the reader is told of, whether it is for an answer."""
     found: list[bool] = []
-    monkeypatch.setattr(reader_of(client), "expect", lambda *, is_answer: found.append(is_answer))
+    monkeypatch.setattr(reader_of(client), "expect", lambda *, is_answer, can_read: found.append(is_answer))
     return found
 
 

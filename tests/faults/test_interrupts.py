@@ -18,6 +18,7 @@ from engine_client.testing.executors import EchoExecutor
 from engine_client.testing.scripted import Script
 from helpers.clients import collect, make_request, scripted_client, session_of
 from helpers.interrupts import interrupt_everywhere
+from helpers.loans import be_patient, call_until_lent, is_lent
 from helpers.procs import run_script
 from helpers.scenes import Waiter, interrupt_after, methods
 from helpers.timing import DEADLOCK, eventually, took_at_most
@@ -32,7 +33,8 @@ from helpers.clients import collect, make_request, scripted_client
 method, what, rounds, signals, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
 rng = random.Random(seed)
 big = np.arange(1 << 20, dtype=np.uint8)
-longest = {"get": 3e-3, "send": 2e-3, "call": 2e-3, "big call": 6e-3, "decode": 4e-3, "abort": 1e-3}[what]
+longest = {"get": 3e-3, "send": 2e-3, "call": 2e-3, "big call": 6e-3, "decode": 4e-3, "abort": 1e-3,
+           "lone call": 6e-3, "lone request": 9e-3}[what]
 inside = 0
 shots = 0
 
@@ -83,6 +85,12 @@ def main():
     global inside
     with LeakGuard(), scripted_client(Script(step_seconds=2e-4), start_method=method) as client:
         names = itertools.count()
+        olds = 0 if "lone" in what else 4  # a lone caller reads for itself
+
+        def lone_request():
+            client.add_request(make_request(f"name{next(names)}", 1))
+            client.get_output()
+
         if what == "decode":
             client.call_utility("set_echo_tensor", True)
         operations = {
@@ -92,18 +100,21 @@ def main():
             "big call": lambda: client.call_utility("echo", big),
             "decode": client.get_output,
             "abort": lambda: client.abort_requests(["old0", "unknown"]),
+            "lone call": lambda: client.call_utility("echo", 1),
+            "lone request": lone_request,
         }
         for number in range(rounds):
-            for k in range(4):
+            for k in range(olds):
                 embeds = big if what == "decode" else None
                 client.add_request(make_request(f"old{k}", 10**6, prompt_embeds=embeds))
-            client.get_output(timeout=20)
+            if olds:
+                client.get_output(timeout=20)
             began = time.monotonic()
             clean = until_interrupted(operations[what])
             assert time.monotonic() - began < 1, "the interrupt came late"
             inside += clean
             if not clean or what == "abort":  # it hit this script; or a call that is no part of a generation
-                client.abort_requests([f"old{k}" for k in range(4)])
+                client.abort_requests([f"old{k}" for k in range(olds)])
                 client.abort_requests([f"name{n}" for n in range(next(names))])
             client.add_request(make_request("old1", 2))
             client.add_request(make_request(f"new{number}", 3))
@@ -125,7 +136,7 @@ main()
 print(inside)
 '''
 
-KINDS = ["get", "send", "call", "big call", "decode", "abort"]
+KINDS = ["get", "send", "call", "big call", "decode", "abort", "lone call", "lone request"]
 
 
 @methods()
@@ -226,6 +237,35 @@ def test_bc50_an_interrupt_at_any_point_takes_the_whole_call_back(
 
     assert interrupt_everywhere(lambda: do(client), check, prepare, gap) > 20
     client.abort_requests(["x", "running"])
+    check_clean(client)
+
+
+@pytest.mark.parametrize("gap", [0, 1, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 3, 5, 8, 13))])
+@pytest.mark.parametrize("operation", ["call", "get"])
+def test_bc50_an_interrupt_at_any_point_of_a_call_that_reads_its_answer_itself(
+    client: SyncMPClient, operation: str, gap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same where the reader stands aside: what the caller had read goes to whom it belongs."""
+    be_patient(monkeypatch, short=0.1, tick=0.2)
+    lent: list[bool] = []
+
+    def prepare() -> None:
+        call_until_lent(client)
+        if operation == "get":
+            client.add_request(make_request("running", 1))
+
+    def do() -> None:
+        lent.append(is_lent(client))
+        OPERATIONS[operation](client)
+
+    def check(where: str) -> None:
+        if OUTSIDE.match(where):
+            client.abort_requests(["running"])
+        check_clean(client)
+
+    assert interrupt_everywhere(do, check, prepare, gap) > 20
+    assert sum(lent) > 10
+    client.abort_requests(["running"])
     check_clean(client)
 
 

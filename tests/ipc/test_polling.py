@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from engine_client.ipc import polling as module
-from engine_client.ipc.polling import Polling, poll
+from engine_client.ipc.polling import Exchange, Polling, poll
 
 SHORT, LONG = 100e-6, 0.01
 
@@ -75,3 +75,37 @@ def test_polling_ends_with_the_first_event_or_the_time(monkeypatch: pytest.Monke
         assert now < began + 0.01
     os.close(read)
     os.close(write)
+
+
+def test_questions_in_quick_succession_are_read_by_who_asks() -> None:
+    """After short waits that each began right after an answer; after a pause they count anew."""
+    exchange = Exchange()
+
+    def ask(count: int, *, can_read: bool = True) -> list[bool]:
+        return [exchange.expect(can_read=can_read) is not None and exchange.arrived() for _ in range(count)]
+
+    assert ask(7) == [False, False, False, True, False, False, True]  # whether it lends is for the reader to say
+    assert True not in ask(20, can_read=False)
+    assert "in quick succession" in repr(exchange)
+    for _ in range(10):
+        exchange._answered_at -= 1.0  # noqa: SLF001  # a pause
+        assert ask(1) == [False]
+
+
+def test_who_is_polled_for() -> None:
+    """Answers, if waits are short; with a number of microseconds everything, and with none of them nothing."""
+    assert [Exchange(None).is_polled_for(is_answer=it) for it in (True, False)] == [True, False]
+    assert [Exchange(20).is_polled_for(is_answer=it) for it in (True, False)] == [True, True]
+    assert [Exchange(0).is_polled_for(is_answer=it) for it in (True, False)] == [False, False]
+
+
+def test_polling_for_an_answer_ends_with_it() -> None:
+    """Or after its time; a frame that nobody waits for changes nothing."""
+    exchange = Exchange(1e6)
+    assert exchange.spin_left() == 0.0
+    assert not exchange.arrived()
+    assert exchange.expect(can_read=False)
+    assert 0.0 < exchange.spin_left() <= 1.0
+    assert not exchange.arrived()
+    assert exchange.spin_left() == 0.0
+    assert not Exchange(0).expect(can_read=True)

@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ import pytest
 from engine_client.deadline import Deadline
 from engine_client.ipc import polling
 from engine_client.ipc.channel import Channel
+from engine_client.ipc.loan import Loan
 from engine_client.ipc.reader import ReaderThread
 from engine_client.protocol.frames import Frame, Kind
+from helpers.loans import be_patient
 from helpers.timing import DEADLOCK, eventually
 
 
@@ -309,7 +312,7 @@ def test_answers_that_come_quickly_are_polled_for(monkeypatch: pytest.MonkeyPatc
         def exchange(*, is_answer: bool) -> int:
             before = timeouts.count(0)
             reader.expect(is_answer=is_answer)
-            if reader._polling.spin and is_answer:  # noqa: SLF001
+            if reader.poll_seconds and is_answer:
                 eventually(lambda: timeouts.count(0) > before, DEADLOCK)
             theirs.send(frame(b"word"))
             recorder.wait_for("frames", 0, [b"word"])
@@ -323,3 +326,167 @@ def test_answers_that_come_quickly_are_polled_for(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(polling, "_SHORT", 0.0)
         assert exchange(is_answer=True) > 0  # as was decided before
         assert exchange(is_answer=True) == 0
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a machine that is busy elsewhere be as quick as it has to be."""
+    be_patient(monkeypatch)
+
+
+def exchange_until_lent(reader: ReaderThread, recorder: Recorder, theirs: Channel) -> Loan:
+    """Ask and answer in quick succession until the next answer is the caller's to read; return its loan."""
+    for _ in range(20):
+        loan = reader.expect(is_answer=True, can_read=True)
+        if loan is not None:
+            return loan
+        recorder.seen.clear()
+        theirs.send(frame(b"word"))
+        assert recorder.seen.wait(DEADLOCK)
+    raise AssertionError("the reader does not stand aside")
+
+
+@pytest.mark.usefixtures("patient")
+def test_in_quick_succession_callers_read_for_themselves() -> None:
+    """After some exchanges the reader stands aside; what the caller has taken is not told to anybody else."""
+    with running(spin_us=None) as (reader, recorder, _, theirs):
+        loan = exchange_until_lent(reader, recorder, theirs)
+        recorder.events.clear()
+        theirs.send(frame(b"mine"))
+        taken: list[Any] = []
+        assert loan.next(reader.poll_seconds) is not None
+        assert loan.take(taken)
+        reader.has_read(time.monotonic())
+        assert reader.expect(is_answer=True, can_read=True) is loan
+        assert [bytes(each.header) for each in taken] == [b"mine"]
+        theirs.send(frame(b"left"))
+        assert loan.next(reader.poll_seconds) is not None
+        reader.give_up(time.monotonic())
+        recorder.wait_for("frames", 0, [b"left"])
+        assert recorder.events == [("frames", 0, [b"left"])]
+        assert not loan.take([])
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("what", ["another wait", "a request", "a wakeup", "its removal", "its stop"])
+def test_the_reader_takes_back_what_it_has_lent(what: str) -> None:
+    """As soon as anybody needs it: what was read by the borrower, and not taken, comes first."""
+    with running(spin_us=None) as (reader, recorder, _, theirs):
+        loan = exchange_until_lent(reader, recorder, theirs)
+        recorder.events.clear()
+        theirs.send(frame(b"looked at"))
+        assert loan.next(reader.poll_seconds) is not None
+        theirs.send(frame(b"behind"))
+        act: dict[str, Callable[[], object]] = {
+            "another wait": lambda: reader.expect(is_answer=False),
+            "a request": lambda: reader.call(lambda: None),
+            "a wakeup": reader.wakeup,
+            "its removal": lambda: reader.remove(0),
+            "its stop": lambda: reader.stop(DEADLOCK),
+        }
+        act[what]()
+        eventually(lambda: reader._loan is None, DEADLOCK)  # noqa: SLF001
+        assert loan.next(0.01) is None or not loan.take([])
+        if "its" not in what:
+            recorder.wait_for("frames", 0, [b"looked at", b"behind"])
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_death_is_told_after_what_was_lent() -> None:
+    """The exit of a process is seen while a caller polls; what the caller has left is delivered before it."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    sentinel = os.pidfd_open(process.pid)
+    try:
+        with running(sentinel, spin_us=None) as (reader, recorder, _, theirs):
+            loan = exchange_until_lent(reader, recorder, theirs)
+            recorder.events.clear()
+            theirs.send(frame(b"looked at"))
+            assert loan.next(reader.poll_seconds) is not None
+            theirs.send(frame(b"behind"))
+            process.kill()
+            recorder.wait_for("exit", 0)
+            assert recorder.events == [("frames", 0, [b"looked at", b"behind"]), ("exit", 0)]
+    finally:
+        process.kill()
+        process.communicate()
+        os.close(sentinel)
+
+
+def test_a_reader_whose_callers_fall_silent_reads_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some milliseconds without a read, and it sleeps in its selector, without a timeout."""
+    be_patient(monkeypatch, tick=0.01)
+    with running(spin_us=None) as (reader, recorder, _, theirs):
+        timeouts = watch(reader, monkeypatch)
+        exchange_until_lent(reader, recorder, theirs)
+        eventually(lambda: reader._loan is None and timeouts[-1] is None, DEADLOCK)  # noqa: SLF001
+        recorder.events.clear()
+        theirs.send(frame(b"later"))
+        recorder.wait_for("frames", 0, [b"later"])
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_reader_of_two_channels_lends_none() -> None:
+    """A caller could only wait for one of them."""
+    with running(spin_us=None) as (reader, recorder, _, theirs):
+        left, right = socket.socketpair()
+        other, far = Channel(left.detach(), name="other"), Channel(right.detach(), name="far")
+        reader.add(1, other, None)
+        with pytest.raises(AssertionError, match="does not stand aside"):
+            exchange_until_lent(reader, recorder, theirs)
+        reader.remove(1)
+        exchange_until_lent(reader, recorder, theirs)
+        other.close()
+        far.close()
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_second_channel_ends_a_loan() -> None:
+    """A rank that comes is watched, and so is the one that was lent."""
+    with running(spin_us=None) as (reader, recorder, _, theirs):
+        loan = exchange_until_lent(reader, recorder, theirs)
+        left, right = socket.socketpair()
+        other, far = Channel(left.detach(), name="other"), Channel(right.detach(), name="far")
+        reader.add(1, other, None)
+        far.send(frame(b"new"))
+        recorder.wait_for("frames", 1, [b"new"])
+        theirs.send(frame(b"old"))
+        recorder.wait_for("frames", 0, [b"old"])
+        assert not loan.take([])
+        reader.remove(1)
+        reader.stop(DEADLOCK)
+        other.close()
+        far.close()
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_exit_in_the_round_in_which_a_loan_is_made_ends_it() -> None:
+    """The last answer of a quick succession, and the exit, are seen at once: all is read to its end."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    sentinel = os.pidfd_open(process.pid)
+    held, go = threading.Event(), threading.Event()
+    try:
+        with running(sentinel, spin_us=None) as (reader, recorder, _, theirs):
+            exchange_until_lent(reader, recorder, theirs)
+            reader.wakeup()
+            eventually(lambda: reader._loan is None, DEADLOCK)  # noqa: SLF001
+            for _ in range(2):  # so that the next answer is one that a loan would follow
+                recorder.seen.clear()
+                assert reader.expect(is_answer=True, can_read=True) is None
+                theirs.send(frame(b"word"))
+                assert recorder.seen.wait(DEADLOCK)
+            recorder.events.clear()
+            reader.call(lambda: (held.set(), go.wait()))
+            assert held.wait(DEADLOCK)
+            assert reader.expect(is_answer=True, can_read=True) is None
+            theirs.send(frame(b"last"))
+            theirs.close()
+            process.kill()
+            assert select.select([sentinel], [], [], DEADLOCK)[0]
+            go.set()
+            recorder.wait_for("exit", 0)
+            assert recorder.events == [("frames", 0, [b"last"]), ("end", 0, None), ("exit", 0)]
+    finally:
+        go.set()
+        process.kill()
+        process.communicate()
+        os.close(sentinel)
