@@ -155,13 +155,18 @@ class InFlight:
     def discard(self, key: int) -> None:
         """Forget a key; unknown ones are ignored."""
         with self._lock:
-            request_id = self._ids.get(key)
-            if request_id is not None and self._keys.get(request_id) == key:
-                del self._keys[request_id]
-            self._owners.pop(key, None)
-            self._of_rank.get(self._ranks.get(key, 0), set()).discard(key)
-            self._ranks.pop(key, None)
-            self._ids.pop(key, None)
+            self._discard_locked(key)
+
+    def _discard_locked(self, key: int) -> None:
+        request_id = self._ids.get(key)
+        if request_id is not None and self._keys.get(request_id) == key:
+            del self._keys[request_id]
+        self._owners.pop(key, None)
+        of_rank = self._of_rank.get(self._ranks.get(key, -1))
+        if of_rank is not None:
+            of_rank.discard(key)
+        self._ranks.pop(key, None)
+        self._ids.pop(key, None)
 
     def keys_of(self, request_ids: Iterable[Any]) -> dict[int, int]:
         """Return the ranks of these requests by their keys; whatever is not in flight is ignored."""
@@ -244,7 +249,7 @@ class InFlight:
 
     def _settle_locked(self) -> None:
         for key in list(self._finished):
-            self.discard(key)
+            self._discard_locked(key)
             self._finished.discard(key)
 
 

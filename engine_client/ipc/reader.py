@@ -281,7 +281,7 @@ class ReaderThread:
                 if mask & selectors.EVENT_WRITE:
                     self._flush(rank)
                 if mask & selectors.EVENT_READ:
-                    self._read(rank)
+                    self._read(rank, lends=True)
         while self._requests:
             self._requests.popleft()()
         for rank in exits:
@@ -333,11 +333,11 @@ class ReaderThread:
         if drained:
             self._handler.on_drained(rank)
 
-    def _read(self, rank: int) -> None:
+    def _read(self, rank: int, *, lends: bool = False) -> None:
         channel = self._channels[rank]
         frames = channel.receive()
         if frames:
-            if self._exchange.arrived():
+            if self._exchange.arrived() and lends:
                 self._lend(rank)  # before anybody is woken, who would find it reading
             self._handler.on_frames(rank, frames)
         if channel.ended and rank in self._channels:
