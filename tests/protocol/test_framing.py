@@ -377,6 +377,9 @@ def test_a_violation_in_bytes_read_elsewhere_is_one():
     reader = FrameReader()
     assert [bytes(f.header) for f in reader.feed(whole + b"x" * 30 + bytes(100_000))] == [b"abc"]
     assert reader.broken
+    reader, size = FrameReader(), 200_000  # what is read straight into its memory: the violation comes by itself
+    assert [len(f.header) for f in reader.feed(pack_prefix(Kind.REPLY, 0, 1, size) + bytes(size) + b"x" * 30)] == [size]
+    assert reader.broken
     with pytest.raises(RemoteProtocolError):
         FrameReader().feed(b"x" * 30)
     found: list[Frame] = []
