@@ -99,7 +99,6 @@ class SyncMPClient(SyncUtilities, MPClient):
             self._end(begun)
             return outputs  # noqa: TRY300  # not behind the try: an interrupt that comes meanwhile is one of this call
         except Exception:
-            self._session.put_back(taken)  # which holds something if a signal handler has raised this
             self._end(begun)
             raise
         except BaseException:  # as in add_request

@@ -77,12 +77,14 @@ class Taking(Traffic):
 
     def _read_outputs(self, deadline: Deadline, taken: list[Any]) -> EngineCoreOutputs | None:
         """Read the next outputs if the reader has lent the channel, and they come soon."""
+        taken.clear()  # of what had no outputs
         loan = self.expect_or_read(can_read=not self.streams)
         if loan is None:
             return None
 
         def take(link: EngineLink, frame: Frame) -> bool:
-            if frame.kind != Kind.OUTPUTS or self.streams:
+            # Meanwhile there may be a stream, and the reader may have delivered what was before this.
+            if frame.kind != Kind.OUTPUTS or self.streams or self.outputs.has_news:
                 return False
             columns = _decode(frame)
             if columns is None or not loan.take(taken):

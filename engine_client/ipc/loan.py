@@ -48,7 +48,7 @@ def can_lend() -> bool:
 
 
 class Loan:
-    """The right to read one channel; ends with ``end``.
+    """The right to read one channel; begins with ``open`` and ends with ``end``.
 
     Args:
         rank: of the engine.
@@ -58,7 +58,7 @@ class Loan:
     def __init__(self, rank: int, channel: Channel) -> None:
         self.rank = rank
         self.channel = channel
-        self._sizes = [_MOST]
+        self._sizes: list[int] = []
         self._ahead = channel.ahead
         self._permit: list[list[bytes | Frame]] = [self._ahead]
         self._borrower: dict[int, list[int]] = {}  # at 0: a list of its own with the number of its thread
@@ -68,7 +68,7 @@ class Loan:
         self._reads = self._seen = 0
 
     def __repr__(self) -> str:
-        return f"<Loan of {self.channel.name} {'open' if self._sizes else 'over'} reads={self._reads}>"
+        return f"<Loan of {self.channel.name} {'open' if self._permit else 'over'} reads={self._reads}>"
 
     def borrow(self) -> list[int] | None:
         """Become the one who reads, until ``give_back``; return what is given back, None if somebody else reads."""
@@ -87,18 +87,17 @@ class Loan:
             None: nothing has come, or what has come is no whole small frame, or the loan is over.
         """
         if not self._ahead:
-            _read(self._poller.poll, self._recv, self._sizes, self._ahead, time.monotonic() + seconds)
+            _read(self._poller.poll, self._recv, self._sizes, self._permit, self._ahead, time.monotonic() + seconds)
             self._reads += 1
         first = next(iter(self._ahead), None)
-        frame = self._split(first) if isinstance(first, bytes) else first
-        if frame is not None and self.channel.is_restricted:
-            return frame._replace(flags=frame.flags | RESTRICTED)
-        return frame
+        return self._split(first) if isinstance(first, bytes) else first
 
     def _split(self, data: bytes) -> Frame | None:
         """Have frames stand in the place of the bytes that they came in; return the first."""
         frames: list[Frame] = []
         end = take_small(data, 0, len(data), frames.append)
+        if self.channel.is_restricted:  # as ``Channel.receive`` marks them
+            frames = [frame._replace(flags=frame.flags | RESTRICTED) for frame in frames]
         rest = [data[end:]] if end < len(data) else []
         done: list[None] = []
         done.extend(map(_set_items, self._permit, (_FIRST,), ([*frames, *rest],)))
@@ -110,6 +109,10 @@ class Loan:
         return bool(taken)
 
     # -- the reader's thread -------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Have borrowers read: whatever came before is delivered."""
+        self._sizes.append(_MOST)
 
     def is_idle(self) -> bool:
         """Tell whether nobody has read since the last time."""
@@ -131,17 +134,18 @@ class Loan:
         return False
 
 
-def _read(
+def _read(  # all that it uses: it calls nothing of Python's
     poll: Callable[[float], Sequence[object]],
     recv: Callable[[int], bytes],
     sizes: list[int],
+    permit: list[list[bytes | Frame]],
     ahead: list[bytes | Frame],
     until: float,
 ) -> None:
     """Poll for bytes, and read them: the one function that does, see ``Loan.end``."""
     try:
-        while sizes:
-            if poll(0):
+        while permit:
+            if poll(0) and sizes:
                 ahead.extend(map(recv, sizes))
                 return
             if time.monotonic() >= until:

@@ -200,7 +200,9 @@ class ReaderThread:
         self._wakeup.wakeup()
         if self._thread.ident is None:
             self._release()
-        elif not self.is_current():
+        elif self.is_current():
+            self._end_loan()  # the caller may close the channel next
+        else:
             self._thread.join(timeout)
 
     def after_fork_in_child(self) -> None:
@@ -242,12 +244,13 @@ class ReaderThread:
             limits.append(_TICK)
         return self._waits.select(min(limits, default=None), self._exchange.spin_left())
 
-    def _lend(self, rank: int) -> None:
+    def _lend(self, rank: int) -> Loan | None:
         """Stand aside for callers who ask in quick succession: until anything happens but that they read."""
         channel = self._channels.get(rank)
         if self._can_lend and channel is not None and len(self._channels) == 1 and channel.can_be_lent():
             self._selector.unregister(channel.fileno())
             self._loan = Loan(rank, channel)
+        return self._loan
 
     def _end_loan(self) -> int | None:
         """Watch what was lent again; return its rank, if there was a loan."""
@@ -308,7 +311,8 @@ class ReaderThread:
             self._selector.register(sentinel, selectors.EVENT_READ, ("sentinel", rank))
 
     def _forget(self, rank: int) -> None:
-        self._end_loan()
+        if self._loan is not None and self._loan.rank == rank:
+            self._end_loan()
         channel = self._channels.pop(rank, None)
         sentinel = self._sentinels.pop(rank, None)
         self._deadlines.pop(rank, None)
@@ -337,9 +341,11 @@ class ReaderThread:
         channel = self._channels[rank]
         frames = channel.receive()
         if frames:
-            if self._exchange.arrived() and lends:
-                self._lend(rank)  # before anybody is woken, who would find it reading
+            # Before anybody is woken, who would find it reading; and open once these frames are delivered.
+            loan = self._lend(rank) if self._exchange.arrived() and lends else None
             self._handler.on_frames(rank, frames)
+            if loan is not None and loan is self._loan:
+                loan.open()
         if channel.ended and rank in self._channels:
             self._selector.unregister(channel.fileno())
             self._handler.on_end(rank, channel.fault)

@@ -323,6 +323,8 @@ def _load_plain(header: Any, *, restricted: bool) -> tuple[Columns, list[int] | 
     columns = _new_columns(Columns, (*plain[:-1], *_NO_VALUES))
     if restricted:
         _check(columns, plain[-1])
+    if columns.finishes and not all(_is_finish(finish, len(columns.keys)) for finish in columns.finishes):
+        raise RemoteProtocolError("an output batch ends requests that it does not name, or for no known reason")
     if len(columns.tokens if columns.counts is None else columns.counts) != len(columns.keys):
         raise RemoteProtocolError(f"an output batch has {len(columns.keys)} keys and other columns of another length")
     return columns, plain[-1]
@@ -332,14 +334,12 @@ def _check(columns: Columns, heavy: Any) -> None:
     """Raise unless the columns of an engine that is not trusted are what they should be."""
     rank, timestamp, keys, tokens, counts, finishes, strays = columns[:7]
     numbers = [keys, tokens, *([] if counts is None else [counts]), *([] if heavy is None else [heavy])]
-    are_numbers = all(type(column) is list and {int}.issuperset(map(type, column)) for column in numbers)
     is_right = (
-        are_numbers
+        all(type(column) is list and {int}.issuperset(map(type, column)) for column in numbers)
         and (type(rank), type(timestamp), type(finishes), type(strays)) == (int, float, list, list)
         and (counts is None or (min(counts, default=0) >= 0 and sum(counts) == len(tokens)))
         and all(0 <= row < len(keys) for row in heavy or ())
         and all(type(stray) is str for stray in strays)
-        and all(_is_finish(finish, len(keys)) for finish in finishes)
     )
     if not is_right:
         raise RemoteProtocolError("an output batch has columns that cannot be")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from engine_client import EngineDeadError, FinishReason
 from engine_client.clients.session import Session
 from engine_client.deadline import Deadline
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs
-from engine_client.protocol.batch import encode_outputs
+from engine_client.protocol.batch import Columns, decode_columns, encode_outputs
 from engine_client.protocol.frames import Frame, Kind
 from engine_client.protocol.wire import encode_log, encode_reply
 from engine_client.testing.scripted import Script
@@ -49,8 +50,8 @@ def lent_session() -> Iterator[tuple[Session, Peer]]:
         yield session, peer
 
 
-def outputs_of(session: Session, name: str, tokens: list[int]) -> Frame:
-    output = EngineCoreOutput(name, tokens, finish_reason=FinishReason.LENGTH)
+def outputs_of(session: Session, name: str, tokens: list[int], *, last: bool = True) -> Frame:
+    output = EngineCoreOutput(name, tokens, finish_reason=FinishReason.LENGTH if last else None)
     (key,) = session.in_flight.keys_of([name])
     frame, _ = encode_outputs(EngineCoreOutputs(0, [output]), {name: key})
     assert frame is not None
@@ -148,6 +149,52 @@ def test_a_batch_that_cannot_be_decoded_is_the_engine_s_death() -> None:
             session.get(DEADLOCK)
 
 
+def test_a_batch_that_ends_nothing_it_names_is_the_engine_s_death() -> None:
+    """Though all of it can be decoded."""
+    with lent_session() as (session, peer):
+        session.add(make_request("a", 1))
+        header = pickle.dumps((0, 0.0, [1], [7], None, [(5, 1, None)], [], None))
+        peer.channel.send(Frame(Kind.OUTPUTS, 0, 1, header))
+        with took_at_most(5.0), pytest.raises(EngineDeadError, match="ends requests that it does not name"):
+            session.get(DEADLOCK)
+
+
+def test_what_the_reader_delivers_while_a_caller_polls_comes_first() -> None:
+    """The caller has looked for outputs before they were there; the frame behind them stays where it is."""
+    with lent_session() as (session, peer):
+        session.add(make_request("a", 2))
+        first, second = outputs_of(session, "a", [1], last=False), outputs_of(session, "a", [2])
+
+        def act() -> None:
+            session.outputs.put(decode_columns(first))
+            peer.channel.send(second)
+
+        later = threading.Timer(0.1, act)
+        later.start()
+        found = [session.get(DEADLOCK).outputs[0].new_token_ids for _ in range(2)]
+        later.join()
+        assert found == [[1], [2]]
+
+
+def test_a_stream_that_begins_while_a_caller_polls_has_its_outputs() -> None:
+    """They are not the caller's, who waits for its own."""
+    with lent_session() as (session, peer):
+        session.add(make_request("a", 1))
+        key = session.in_flight.new_key()
+        queue = session.stream_queue(key)
+
+        def act() -> None:
+            session.add(make_request("s", 1), key, queue)
+            peer.channel.send(outputs_of(session, "s", [1]))
+            peer.channel.send(outputs_of(session, "a", [2]))
+
+        later = threading.Timer(0.1, act)
+        later.start()
+        assert [output.request_id for output in session.get(DEADLOCK).outputs] == ["a"]
+        later.join()
+        assert [output.request_id for output in queue.get(_deadline(), []).outputs] == ["s"]
+
+
 def test_a_frame_in_hand_is_put_back() -> None:
     """What an interrupted call had taken, and not yet decoded, is the next one's."""
     with lent_session() as (session, _):
@@ -166,6 +213,7 @@ def test_nothing_is_lost_to_a_loan_that_ends_at_any_point() -> None:
             nonlocal inside
             eventually(lambda: have_lent(session), DEADLOCK)
             name = f"r{next(names)}"
+            session.outputs.put(Columns(0, 0.0, [0], [5], None, [], []))  # of a request that was aborted
             inside = True
             session.add(make_request(name, 1))
             peer.channel.send(outputs_of(session, name, [7]))

@@ -37,7 +37,14 @@ def call_until_lent(client: Any) -> None:
 def have_lent(session: Session) -> bool:
     """Have the reader stand aside; return whether it does."""
     reader, tried = session._reader, threading.Event()
-    reader.call(lambda: (reader._lend(0), tried.set()))
+
+    def lend() -> None:
+        loan = reader._lend(0)
+        if loan is not None:
+            loan.open()
+        tried.set()
+
+    reader.call(lend)
     assert tried.wait(DEADLOCK)
     time.sleep(0.001)  # for the wakeup of this very request, which ends a loan if it is seen after it
     return reader._loan is not None

@@ -20,13 +20,19 @@ from helpers.interrupts import act_everywhere, interrupt_everywhere
 from helpers.timing import DEADLOCK, eventually, took_at_most
 
 
+def lend(channel: Channel) -> Loan:
+    loan = Loan(0, channel)
+    loan.open()
+    return loan
+
+
 @contextmanager
 def lent() -> Iterator[tuple[Loan, Channel, Channel]]:
     """A loan of a channel, that channel, and its other end."""
     left, right = socket.socketpair()
     ours, theirs = Channel(left.detach(), name="engine 0"), Channel(right.detach(), name="ours")
     try:
-        yield Loan(0, ours), ours, theirs
+        yield lend(ours), ours, theirs
     finally:
         ours.close()
         theirs.close()
@@ -110,6 +116,20 @@ def test_what_no_borrower_can_take_stays() -> None:
         assert bytes(frame.buffers[0]) == b"buffer"
 
 
+def test_nothing_is_read_before_it_is_open() -> None:
+    """What its maker has in hand comes first; who polls meanwhile reads as soon as that is delivered."""
+    with lent() as (_, ours, theirs):
+        loan = Loan(0, ours)
+        send(theirs, b"one")
+        assert loan.next(0.01) is None
+        opener = threading.Timer(0.05, loan.open)
+        opener.start()
+        assert take_one(loan) == [b"one"]
+        opener.join()
+        loan.end()
+        loan.end()
+
+
 def test_nothing_is_read_or_taken_after_the_end() -> None:
     """What has come stays in the pipe, and what was looked at is the channel's, once."""
     with lent() as (loan, ours, theirs):
@@ -149,7 +169,7 @@ def test_an_end_at_any_point_leaves_each_frame_one_taker() -> None:
 
         def operation() -> None:
             nonlocal sent
-            loans.append(Loan(0, ours))
+            loans.append(lend(ours))
             send(theirs, b"%d" % sent, b"%d" % (sent + 1))
             sent += 2
             got.extend(take_one(loans[-1], 0.5))
@@ -170,7 +190,7 @@ def test_an_interrupt_at_any_point_loses_no_frame(gap: int) -> None:
 
         def prepare() -> None:
             nonlocal sent
-            loans.append(Loan(0, ours))
+            loans.append(lend(ours))
             send(theirs, b"%d" % sent, b"%d" % (sent + 1))
             sent += 2
 
@@ -238,6 +258,11 @@ def test_what_an_untrusted_peer_sends_is_marked() -> None:
         frame = loan.next(DEADLOCK)
         assert frame is not None
         assert frame.flags & RESTRICTED
+        taken: list[Any] = []
+        assert loan.take(taken)
+        assert taken[0].flags & RESTRICTED
+        send(theirs, b"two")
+        assert loan.next(DEADLOCK) is not None
         loan.end()
         (left,) = ours.receive()
         assert left.flags & RESTRICTED
