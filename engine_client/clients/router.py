@@ -80,10 +80,9 @@ class Router:
         Raises:
             ValueError: there is no such rank.
         """
-        if ranks is None and not self.closed:
-            return list(self._links.values())
         if ranks is None:
-            return [link for link in list(self._links.values()) if self.takes_calls(link)]
+            links = list(self._links.values())
+            return [link for link in links if self.takes_calls(link)] if self.closed else links
         found = []
         for rank in ranks:
             link = self._links.get(rank)

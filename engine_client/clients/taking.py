@@ -29,7 +29,6 @@ from engine_client.ipc.loan import Loan
 from engine_client.messages import EngineCoreOutputs
 from engine_client.protocol.batch import Columns, decode_columns
 from engine_client.protocol.frames import Frame, Kind
-from engine_client.protocol.lifecycle import State
 
 __all__ = ["Taking"]
 
@@ -101,7 +100,7 @@ class Taking(Traffic):
         me = loan.borrow()
         try:
             link = self.links.get(loan.rank)
-            if me is not None and link is not None and link.channel is loan.channel and link.life.state is State.READY:
+            if me is not None and link is not None:
                 frame = loan.next(deadline.capped(self._reader.poll_seconds))
                 is_taken = frame is not None and take(link, frame)
         finally:

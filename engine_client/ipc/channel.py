@@ -146,8 +146,7 @@ class Channel:
             self._cancel_revoked()
         kind, flags, ref, header, buffers, _ = frame
         if not buffers:
-            prefix = pack_prefix(kind, flags, ref, len(header))
-            return self._queue(Outgoing([prefix + header] if len(header) < _JOIN_BELOW else [prefix, header]))
+            return self._queue(Outgoing(_joined(pack_prefix(kind, flags, ref, len(header)), header)))
         outgoing = Outgoing()
         try:
             return self._send(outgoing, frame)

@@ -26,7 +26,6 @@ the one that the other is using, though another is idle: then they take turns.""
 _IN_A_ROW: Final = 3
 """Short waits after which the next one is polled for."""
 
-
 _QUICK: Final = 1e-3
 """Seconds from an answer to the next question that make a quick succession."""
 

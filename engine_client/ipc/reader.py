@@ -75,7 +75,7 @@ _here = threading.local()
 
 def is_reader_thread() -> bool:
     """Tell whether the caller is any client's reader."""
-    return getattr(_here, "is_reader", False)
+    return getattr(_here, "reader", None) is not None
 
 
 class ReaderThread:
@@ -189,7 +189,8 @@ class ReaderThread:
 
     def is_current(self) -> bool:
         """Tell whether the caller is the reader itself."""
-        return threading.get_ident() == self._thread.ident
+        # Not by the thread's number, which another one has as soon as this has ended.
+        return getattr(_here, "reader", None) is self
 
     def stop(self, timeout: float) -> None:
         """End the thread and release its descriptors; idempotent; does not wait when called by the thread itself.
@@ -218,7 +219,7 @@ class ReaderThread:
     # -- the reader's thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        _here.is_reader = True
+        _here.reader = self
         # Left to the main thread: what it waits in is interrupted only by a signal that comes to it.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:

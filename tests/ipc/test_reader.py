@@ -440,6 +440,48 @@ def test_a_reader_of_two_channels_lends_none() -> None:
 
 
 @pytest.mark.usefixtures("patient")
+def test_a_rank_that_is_removed_when_it_would_be_lent_is_not() -> None:
+    """By whoever gets the answer after which the reader stands aside: nothing of the rank is read any more."""
+    with running(spin_us=None) as (reader, recorder, ours, theirs):
+        tell = recorder.on_frames
+        found: list[Loan | None] = []
+
+        def remove(rank: int, frames: list[Frame]) -> None:
+            found.append(reader._loan)  # noqa: SLF001
+            if found[-1] is not None:
+                reader.remove(rank)
+            tell(rank, frames)
+
+        recorder.on_frames = remove  # type: ignore[method-assign]
+        with pytest.raises(AssertionError):  # nobody answers any more
+            while True:
+                recorder.seen.clear()
+                assert reader.expect(is_answer=True, can_read=True) is None
+                theirs.send(frame(b"word"))
+                assert recorder.seen.wait(1.0)
+        loan = found[-1]
+        assert loan is not None
+        assert loan.next(0.01) is None
+        assert reader._loan is None  # noqa: SLF001
+        assert reader.is_alive()
+        assert [bytes(each.header) for each in ours.receive()] == [b"word"]
+
+
+def test_a_thread_with_the_number_of_a_reader_that_has_ended_is_none() -> None:
+    """The system gives numbers again at once; a call after the end must not be taken for one on the reader's thread."""
+    with running() as (reader, *_):
+        number = reader._thread.ident  # noqa: SLF001
+        reader.stop(DEADLOCK)
+        found: list[tuple[int, bool]] = []
+        for _ in range(200):
+            thread = threading.Thread(target=lambda: found.append((threading.get_ident(), reader.is_current())))
+            thread.start()
+            thread.join(DEADLOCK)
+        assert number in [each for each, _ in found]
+        assert not any(is_current for _, is_current in found)
+
+
+@pytest.mark.usefixtures("patient")
 def test_a_second_channel_ends_a_loan() -> None:
     """A rank that comes is watched, and so is the one that was lent."""
     with running(spin_us=None) as (reader, recorder, _, theirs):
