@@ -219,7 +219,7 @@ MUTATIONS: Final = (
     Mutation(
         "caller's memory sent after the call",
         "ipc/channel.py",
-        "                if new is not None and self._backlog.frames:\n                    self._backlog.own(new)",
+        "                if new is not None and self.waiting:\n                    self._backlog.own(new)",
         "                pass",
         "tests/ipc/test_channel.py::test_a_frame_bigger_than_the_pipe_waits_in_the_backlog",
     ),

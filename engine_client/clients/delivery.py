@@ -6,6 +6,7 @@ Threads: the reader's.
 from __future__ import annotations
 
 import logging
+from typing import Final
 
 from engine_client.clients.endings import EXIT_TIMEOUT
 from engine_client.clients.link import EngineLink
@@ -20,6 +21,10 @@ from engine_client.protocol.wire import decode_dead, decode_text
 __all__ = ["deliver"]
 
 _log = logging.getLogger("engine_client.session")
+
+# Looked up once, see ``frames.Kind``.
+_IGNORE: Final = Action.IGNORE
+_OUTPUTS, _REPLY = int(Kind.OUTPUTS), int(Kind.REPLY)
 
 
 def deliver(traffic: Traffic, link: EngineLink, frame: Frame, *, is_quiet: bool, grace: float) -> Deadline | None:
@@ -36,11 +41,11 @@ def deliver(traffic: Traffic, link: EngineLink, frame: Frame, *, is_quiet: bool,
         Exception: the frame cannot be used.
     """
     kind = frame.kind
-    if link.life.received(kind) is Action.IGNORE or (is_quiet and kind in (Kind.OUTPUTS, Kind.REPLY)):
+    if link.life.received(kind) is _IGNORE or (is_quiet and kind in {_OUTPUTS, _REPLY}):
         return None
-    if kind == Kind.OUTPUTS:
+    if kind == _OUTPUTS:
         traffic.take_outputs(link, frame)
-    elif kind == Kind.REPLY:
+    elif kind == _REPLY:
         if not traffic.calls.settle(frame.ref, result=frame) and frame.flags & Flag.FAILED:
             _log.warning("a utility call that its caller gave up has failed in %s", link.title)
     elif kind == Kind.LOG:

@@ -32,6 +32,8 @@ from engine_client.protocol.frames import Frame, Kind
 
 __all__ = ["Taking"]
 
+_OUTPUTS, _REPLY = int(Kind.OUTPUTS), int(Kind.REPLY)  # looked up once, see ``frames.Kind``
+
 
 class Taking(Traffic):
     """The part of a session that waits for outputs and replies."""
@@ -66,7 +68,7 @@ class Taking(Traffic):
             return
 
         def take(_: EngineLink, frame: Frame) -> bool:
-            if frame.kind != Kind.REPLY or frame.ref not in ids:
+            if frame.kind != _REPLY or frame.ref not in ids:
                 return False
             # Before it is taken: what comes in between has the reader settle it again, which changes nothing.
             self.calls.settle(frame.ref, result=frame)
@@ -83,7 +85,7 @@ class Taking(Traffic):
 
         def take(link: EngineLink, frame: Frame) -> bool:
             # Meanwhile there may be a stream, and the reader may have delivered what was before this.
-            if frame.kind != Kind.OUTPUTS or self.streams or self.outputs.has_news:
+            if frame.kind != _OUTPUTS or self.streams or self.outputs.has_news:
                 return False
             columns = _decode(frame)
             if columns is None or not loan.take(taken):

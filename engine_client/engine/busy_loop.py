@@ -53,8 +53,6 @@ _IDLE_YIELD: Final = 0.001
 _PEER_POLL: Final = 0.002
 """Seconds after which a rank in lock-step looks again whether the others have voted."""
 
-_NEEDS_MAIN: Final = int(Flag.NEEDS_MAIN)
-
 _FLUSH_TIMEOUT: Final = 2.0
 """Seconds for the last words to leave at the end."""
 
@@ -67,6 +65,12 @@ class LoopState(enum.Enum):
     DRAINING = "draining"
     ENDED = "ended"
 
+
+# Looked up once, see ``frames.Kind``.
+_NEEDS_MAIN: Final = int(Flag.NEEDS_MAIN)
+_ADD, _ABORT, _UTILITY = int(Kind.ADD), int(Kind.ABORT), int(Kind.UTILITY)
+_RUNNING: Final = LoopState.RUNNING
+_SLEEP, _WAIT, _COMPLETE = Action.SLEEP, Action.WAIT, Action.COMPLETE
 
 TRANSITIONS: Final = {
     LoopState.RUNNING: (LoopState.REQUESTED, LoopState.ENDED),
@@ -134,7 +138,7 @@ class BusyLoop:
 
     def request_shutdown(self, reason: str) -> None:
         """Ask the loop to end, from any thread or signal handler: abort or drain, then leave."""
-        if self.state is LoopState.RUNNING:
+        if self.state is _RUNNING:
             self.reason = reason
             self._move(LoopState.REQUESTED)
         self._wakeup.wakeup()
@@ -173,11 +177,11 @@ class BusyLoop:
         """Do what it is time for: a step, the end of a wave, or wait; tell whether a step was made."""
         can_step = self._engine.has_work() and not self._gate.is_blocked()
         action = self._pace.look(has_work=can_step)
-        if action is Action.SLEEP:
+        if action is _SLEEP:
             self._sleep()
-        elif action is Action.WAIT:
+        elif action is _WAIT:
             self._wait(_PEER_POLL)
-        elif action is Action.COMPLETE:
+        elif action is _COMPLETE:
             self._end_wave()
         else:
             self._step(can_step=can_step)
@@ -228,7 +232,7 @@ class BusyLoop:
         """
         for front_end in self._gate.with_news():
             for frame in front_end.receive():
-                if frame.kind == Kind.ABORT:
+                if frame.kind == _ABORT:
                     self._engine.abort_requests(front_end.abort(frame))
 
     def _drop(self, front_end: FrontEnd) -> None:
@@ -243,12 +247,12 @@ class BusyLoop:
     def _dispatch(self, front_end: FrontEnd, frame: Frame) -> None:
         self._status.busy()
         self._has_run = True
-        if frame.kind == Kind.ADD:
+        if frame.kind == _ADD:
             self._add(front_end, frame)
-        elif frame.kind == Kind.ABORT:
+        elif frame.kind == _ABORT:
             self._engine.abort_requests(front_end.abort(frame))
-        elif frame.kind == Kind.UTILITY:
-            if self.state is LoopState.RUNNING:
+        elif frame.kind == _UTILITY:
+            if self.state is _RUNNING:
                 self._calls.run(front_end, frame)
             else:
                 front_end.send_failure(frame.ref, _shutting_down(front_end))
@@ -281,7 +285,7 @@ class BusyLoop:
 
     def _add(self, front_end: FrontEnd, frame: Frame) -> None:
         key = frame.ref
-        if self.state is not LoopState.RUNNING:
+        if self.state is not _RUNNING:
             front_end.send_rejected(key)
             return
         try:
@@ -335,7 +339,7 @@ class BusyLoop:
         """Move towards the end if it was asked for; return whether to go on."""
         if self._failure is not None:
             raise self._failure
-        if self.state is LoopState.RUNNING:
+        if self.state is _RUNNING:
             return True
         if self.state is LoopState.REQUESTED:
             self._move(LoopState.DRAINING)

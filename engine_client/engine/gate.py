@@ -45,11 +45,15 @@ class Gate:
         self._selector = selector
         self._backlog_limit = backlog_limit
         self._polling = Polling(spin_us)
-        self._connected = tuple(front_ends)
+        self._connect(front_ends)
         self._poller = select.poll()  # asked in each step: a selector's own code would take three times as long
         for front_end in front_ends:
             selector.register(front_end.channel.fileno(), selectors.EVENT_READ)
             self._poller.register(front_end.channel.fileno(), select.POLLIN)
+
+    def _connect(self, front_ends: list[FrontEnd]) -> None:
+        self._connected = tuple(front_ends)
+        self._waiting = tuple(front_end.channel.waiting for front_end in front_ends)  # empty ones, but for a backlog
 
     def __repr__(self) -> str:
         return f"<Gate connected={sum(1 for _ in self)} of {len(self.front_ends)}>"
@@ -97,8 +101,9 @@ class Gate:
 
     def is_blocked(self) -> bool:
         """Tell whether so much waits for a front-end that nothing should be added."""
-        limit = self._backlog_limit
-        return any([f.channel.waiting and f.channel.backlog > limit for f in self._connected])  # noqa: C419  # faster so
+        if not any(self._waiting):
+            return False
+        return any(front_end.channel.backlog > self._backlog_limit for front_end in self._connected)
 
     def is_lost(self, front_end: FrontEnd) -> bool:
         """Tell whether a front-end has left, has died, or does not read at all while others would."""
@@ -139,7 +144,7 @@ class Gate:
         fault = None if front_end.channel.hung_up else front_end.channel.fault
         if fault is not None:  # the client finds this in what the engine has logged, since the channel is broken
             front_end.log.error("what client %d sends cannot be read: %s", front_end.index, fault)
-        self._connected = tuple(other for other in self._connected if other is not front_end)
+        self._connect([other for other in self._connected if other is not front_end])
         return front_end.leave(), fault
 
     def has_nobody(self) -> bool:

@@ -20,13 +20,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from selectors import EVENT_READ, BaseSelector
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 from engine_client.interfaces import EngineCore, LockStepCore
 from engine_client.ipc.group_page import GroupMember
 from engine_client.protocol.waves import Action, Waves
 
 __all__ = ["Alone", "LockStep", "Pace"]
+
+
+# Looked up once, see ``frames.Kind``.
+_STEP: Final = Action.STEP
+_SLEEP: Final = Action.SLEEP
 
 
 class Pace(Protocol):
@@ -67,7 +72,7 @@ class Alone:
 
     def look(self, *, has_work: bool) -> Action:
         """Return STEP or SLEEP."""
-        return Action.STEP if has_work else Action.SLEEP
+        return _STEP if has_work else _SLEEP
 
     def fill(self) -> None:
         """Do nothing."""
@@ -130,7 +135,7 @@ class LockStep:
     def look(self, *, has_work: bool) -> Action:
         """Return what to do now."""
         waves = self._take_part()
-        return Action.SLEEP if waves is None else waves.look(has_work=has_work)
+        return _SLEEP if waves is None else waves.look(has_work=has_work)
 
     def fill(self) -> None:
         """Run a dummy batch: the other ranks' steps may need it."""

@@ -4,10 +4,10 @@
 
     send(frame) ─▶ big buffers ─▶ ArenaWriter ─▶ offsets ┐
                    the rest ───────────────────────────┬─┴▶ sendmsg ─▶ backlog (what did not fit) ─▶ flush()
-    receive() ◀── FrameReader ◀── os.readv             ArenaReader ◀── offsets
+    receive() ◀── FrameReader ◀── recv · readv         ArenaReader ◀── offsets
 
-The descriptor is one end of ``multiprocessing.Pipe(duplex=True)`` (a socket pair), non-blocking, and used with
-``os.readv`` and ``sendmsg`` only: ``Connection.send`` would raise in mid-frame.
+The descriptor is one end of ``multiprocessing.Pipe(duplex=True)`` (a socket pair), non-blocking, and used with system
+calls only: ``Connection.send`` would raise in mid-frame.
 
 Invariants: I1 (bytes reach the pipe only here, under the lock), I4 (broken and closed are sticky), I9 (what does not
 fit at once is copied, so that the caller's memory is free when ``send`` returns), I12 (a fault in mid-frame breaks the
@@ -36,15 +36,15 @@ from engine_client.ipc.arena import ArenaReader, ArenaWriter
 from engine_client.ipc.incoming import resolve
 from engine_client.ipc.outgoing import Backlog, Outgoing
 from engine_client.protocol.frames import RESTRICTED, Frame, Kind, RawFrame, Segment
-from engine_client.protocol.framing import FrameReader, pack_prefix
+from engine_client.protocol.framing import FrameReader, pack_prefix, take_small
 
 __all__ = ["Channel"]
 
 _JOIN_BELOW: Final = 16 * 1024
 """A header this small is joined with the prefix: one copy is cheaper than one more entry in the system call."""
 
-_NO_SIGNAL: Final = getattr(_socket, "MSG_NOSIGNAL", 0)
-"""A peer that is gone is an error, and no SIGPIPE: a host may have set that to end its process."""
+_NO_SIGNAL: Final = (getattr(_socket, "MSG_NOSIGNAL", 0),)
+"""Of a system call: a peer that is gone is an error, and no SIGPIPE, which a host may have set to end its process."""
 
 _MOST_VECTORS: Final = 1024
 """``IOV_MAX`` on Linux and macOS."""
@@ -52,6 +52,9 @@ _MOST_VECTORS: Final = 1024
 _IN_MEMORY: Final = frozenset({Kind.ADD, Kind.UTILITY, Kind.OUTPUTS, Kind.REPLY})
 """The kinds of frames that carry what users send.  What starts, steers and ends an engine stays in the pipe: it must
 arrive where memory cannot be mapped, or is not yet."""
+
+_MOST_BYTES: Final = 64 * 1024
+"""Read at once, where a frame begins."""
 
 _MOST_READS: Final = 64
 """Reads in one ``receive``, so that one busy peer does not keep its reader from the others."""
@@ -236,7 +239,7 @@ class Channel:
             return self._drain_locked()
         finally:
             try:
-                if new is not None and self._backlog.frames:
+                if new is not None and self.waiting:
                     self._backlog.own(new)
             finally:
                 self._flushing = False
@@ -247,7 +250,7 @@ class Channel:
         A function of its own: what a signal handler raises where a loop begins anew passes the ``finally`` around that
         loop by, in Python 3.12 and 3.13.
         """
-        frames = self._backlog.frames
+        frames = self.waiting
         while frames:
             if len(frames) > 1:
                 with suppress(MemoryError):  # then one by one
@@ -259,8 +262,10 @@ class Channel:
                 continue
             try:
                 # One C call makes the system call and keeps its count: a signal cannot come between the two.
-                parts = parts if len(parts) < _MOST_VECTORS else parts[:_MOST_VECTORS]
-                outgoing.written.extend(map(self._socket.sendmsg, (parts,), ((),), (_NO_SIGNAL,)))
+                if len(parts) == 1:
+                    outgoing.written.extend(map(self._socket.send, parts, _NO_SIGNAL))
+                else:
+                    outgoing.written.extend(map(self._socket.sendmsg, (parts[:_MOST_VECTORS],), ((),), _NO_SIGNAL))
             except BlockingIOError:
                 return False
             except OSError as error:
@@ -279,15 +284,12 @@ class Channel:
         frames = self._take_ahead() if self.ahead else []
         for _ in range(0 if self.ended else _MOST_READS):
             try:
-                room = self._reader.buffer()
-                size = len(room)  # the view is released when the reader advances
-                count = os.readv(self._fd, [room])
+                count, size = (self._read_on if self._reader.in_frame else self._read_anew)(frames)
                 if not count:
                     self.hung_up = True
                     self._reader.end()
                     self.ended = True
                     break
-                frames += self._accept(count, self._reader.advance(count))
                 if self.ended:
                     break
             except BlockingIOError:
@@ -303,6 +305,25 @@ class Channel:
         if self.is_restricted and frames:
             return [frame._replace(flags=frame.flags | RESTRICTED) for frame in frames]
         return frames
+
+    def _read_anew(self, frames: list[Frame]) -> tuple[int, int]:
+        """Read from the beginning of a frame; return how many bytes came, and how many could have."""
+        data = self._socket.recv(_MOST_BYTES)
+        count = len(data)
+        end = take_small(data, 0, count, frames.append)
+        self.received += end
+        if end < count:
+            frames += self._accept(count - end, self._reader.feed(data[end:]))
+        return count, _MOST_BYTES
+
+    def _read_on(self, frames: list[Frame]) -> tuple[int, int]:
+        """Read on in a frame, straight into the memory in which a large part of it stays."""
+        room = self._reader.buffer()
+        size = len(room)  # the view is released when the reader advances
+        count = os.readv(self._fd, [room])
+        if count:
+            frames += self._accept(count, self._reader.advance(count))
+        return count, size
 
     def _accept(self, count: int, arrived: list[Frame | RawFrame]) -> list[Frame]:
         """Take note of what came with so many bytes; return it with its buffers."""

@@ -30,8 +30,8 @@ class Outgoing:
         self.is_queued = False  # set a moment before it is true
         self.segments: list[Segment] = []  # filled as they are placed
         self.written: list[int] = []
-        self.parts = parts or []
-        self.size = sum(map(len, self.parts))
+        self.parts = parts = parts or []
+        self.size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
 
     def fill(self, parts: list[Buffer]) -> Outgoing:
         """Take the parts."""
@@ -82,7 +82,7 @@ class Backlog:
         """Note that so many bytes of the first frame were written; forget it if it is complete."""
         self.nbytes -= count
         frames = self.frames
-        if frames and sum(frames[0].written) >= frames[0].size:
+        if frames and (count >= frames[0].size or sum(frames[0].written) >= frames[0].size):
             del frames[0]
         if not frames:
             self.nbytes = 0

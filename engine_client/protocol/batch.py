@@ -31,7 +31,7 @@ from engine_client.errors import RemoteProtocolError
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from engine_client.protocol.codec import dumps, loads
 from engine_client.protocol.exception_fields import text_of
-from engine_client.protocol.frames import RESTRICTED, Flag, Frame, Kind
+from engine_client.protocol.frames import RESTRICTED, Flag, Frame, Kind, new_frame
 from engine_client.protocol.output_fields import comparison, set_fields
 from engine_client.protocol.wire import load_frame
 
@@ -81,7 +81,8 @@ class Columns(NamedTuple):
     """Which rows of the engine's batch these are, if not all of them."""
 
 
-_new_columns: Final = tuple.__new__  # what the constructor does, in half of its time
+_OUTPUTS: Final = int(Kind.OUTPUTS)
+_new_columns: Final = tuple.__new__  # as ``new_frame``
 _NO_VALUES: Final = (None,) * 5
 """The last fields of ``Columns``, until its values are decoded."""
 
@@ -212,11 +213,11 @@ def encode_outputs(
         5,
     )
     if not (extras or meta):
-        return Frame(Kind.OUTPUTS, 0, len(found), plain), finished
+        return new_frame(Frame, (_OUTPUTS, 0, len(found), plain, (), None)), finished
     values = dumps((extras or None, meta or None))
     flags = Flag.NESTED | (Flag.NEEDS_MAIN if values.needs_main else 0)
     header = b"".join([_LENGTH.pack(len(plain)), plain, values.header])
-    return Frame(Kind.OUTPUTS, flags, len(found), header, values.buffers), finished
+    return Frame(_OUTPUTS, flags, len(found), header, values.buffers), finished
 
 
 def _meta_of(outputs: Any) -> dict[str, Any]:

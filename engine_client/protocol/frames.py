@@ -9,7 +9,7 @@ import enum
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-__all__ = ["INLINE", "MAX_SEGMENTS", "Flag", "Frame", "Kind", "RawFrame", "Segment"]
+__all__ = ["INLINE", "MAX_SEGMENTS", "Flag", "Frame", "Kind", "RawFrame", "Segment", "new_frame"]
 
 INLINE: Final = -1
 """The offset of a segment whose bytes are in the frame itself."""
@@ -18,7 +18,11 @@ MAX_SEGMENTS: Final = 0xFFFF
 
 
 class Kind(enum.IntEnum):
-    """What a frame is about."""
+    """What a frame is about.
+
+    Before Python 3.12 a member of an enumeration takes ten times as long to look up as a global, so where that would be
+    done for every frame or step, modules keep members as constants of their own.
+    """
 
     HELLO = 1
     INIT = 2
@@ -74,6 +78,10 @@ class Frame(NamedTuple):
     def size(self) -> int:
         """Return the bytes of header and buffers."""
         return len(self.header) + sum(view.nbytes for view in self.buffers)
+
+
+new_frame: Final = tuple.__new__
+"""``new_frame(Frame, (kind, ..., error))`` does what the constructor does, in half of its time."""
 
 
 class RawFrame(NamedTuple):

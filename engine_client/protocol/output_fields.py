@@ -30,6 +30,10 @@ _get_fields = attrgetter(*_DEFAULTS)
 
 def set_fields(output: Any) -> dict[str, Any]:
     """Return what is not at its default, beside the id and the tokens; missing attributes count as defaults."""
+    if type(output) is EngineCoreOutput:
+        # What has no default (the id, the tokens, whatever somebody has added) counts as being at it.
+        own = output.__dict__.items()
+        return {name: value for name, value in own if _DEFAULTS.get(name, value) is not value}
     return {
         name: value for name, default in _DEFAULTS.items() if (value := getattr(output, name, default)) is not default
     }

@@ -27,7 +27,7 @@ from engine_client.errors import RemoteProtocolError
 from engine_client.messages import EngineCoreReadyResponse, EngineCoreRequest
 from engine_client.params import SamplingParams
 from engine_client.protocol.codec import Payload, are_plain, dumps, dumps_plain, loads
-from engine_client.protocol.frames import RESTRICTED, Flag, Frame, Kind
+from engine_client.protocol.frames import RESTRICTED, Flag, Frame, Kind, new_frame
 
 __all__ = [
     "PING",
@@ -60,8 +60,12 @@ __all__ = [
 
 PROTOCOL_VERSION: Final = 2
 
+# Looked up once, see ``frames.Kind``.
 _NEEDS_MAIN: Final = int(Flag.NEEDS_MAIN)
 _FAILED: Final = int(Flag.FAILED)
+_ADD: Final = int(Kind.ADD)
+_UTILITY: Final = int(Kind.UTILITY)
+_REPLY: Final = int(Kind.REPLY)
 
 PING: Final = "ping"
 """The utility that every busy loop answers by itself."""
@@ -91,7 +95,7 @@ class Init:
     payload: Payload = field(repr=False)
 
 
-def _frame(kind: Kind, payload: Payload, ref: int = 0, flags: int = 0) -> Frame:
+def _frame(kind: int, payload: Payload, ref: int = 0, flags: int = 0) -> Frame:
     if payload.needs_main:
         flags |= _NEEDS_MAIN
     return Frame(kind, flags, ref, payload.header, payload.buffers)
@@ -252,8 +256,8 @@ def encode_add(key: int, request: Any, prompt: array[int] | None, *, main_import
     if parameters is not None and are_plain((name, arrival_time)) and (rest is None or are_plain(rest.values())):
         header = dumps_plain(row)
         if header is not None:
-            return Frame(Kind.ADD, 0, key, header)
-    return _frame(Kind.ADD, dumps(row, main_importable=main_importable), ref=key)
+            return new_frame(Frame, (_ADD, 0, key, header, (), None))
+    return _frame(_ADD, dumps(row, main_importable=main_importable), ref=key)
 
 
 def decode_add(frame: Frame) -> EngineCoreRequest:
@@ -296,8 +300,8 @@ def encode_utility(call_id: int, method: str, args: Sequence[Any], *, main_impor
     args = tuple(args)
     header = dumps_plain((method, args)) if are_plain((method, *args)) else None
     if header is not None:
-        return Frame(Kind.UTILITY, 0, call_id, header)
-    return _frame(Kind.UTILITY, dumps((method, args), main_importable=main_importable), ref=call_id)
+        return new_frame(Frame, (_UTILITY, 0, call_id, header, (), None))
+    return _frame(_UTILITY, dumps((method, args), main_importable=main_importable), ref=call_id)
 
 
 def decode_utility(frame: Frame) -> tuple[str, tuple[Any, ...]]:
@@ -311,8 +315,8 @@ def encode_reply(
 ) -> Frame:
     """Encode the answer to a utility call: its result, or the exception that ended it."""
     if error is not None:
-        return _frame(Kind.REPLY, dumps(error), call_id, _FAILED)
-    return _frame(Kind.REPLY, dumps(result, main_importable=main_importable), call_id)
+        return _frame(_REPLY, dumps(error), call_id, _FAILED)
+    return _frame(_REPLY, dumps(result, main_importable=main_importable), call_id)
 
 
 def decode_reply(frame: Frame) -> tuple[bool, Any]:

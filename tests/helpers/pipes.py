@@ -66,6 +66,9 @@ class EndingSocket:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
+    def send(self, data: Any, *rest: Any) -> int:
+        return self.sendmsg([data], (), *rest)
+
     def sendmsg(self, parts: list[Any], *rest: Any) -> int:
         if self.left < 0:
             self.left += sum(memoryview(part).nbytes for part in parts)
@@ -89,6 +92,10 @@ class _EndingReader(FrameReader):
 
     left = 0
     number = 0
+
+    @property
+    def in_frame(self) -> bool:
+        return bool(self.number) or super().in_frame  # so that the channel reads through this
 
     def buffer(self) -> memoryview:
         view = super().buffer()
