@@ -69,8 +69,7 @@ class LoopState(enum.Enum):
 # Looked up once, see ``frames.Kind``.
 _NEEDS_MAIN: Final = int(Flag.NEEDS_MAIN)
 _ADD, _ABORT, _UTILITY = int(Kind.ADD), int(Kind.ABORT), int(Kind.UTILITY)
-_RUNNING: Final = LoopState.RUNNING
-_SLEEP, _WAIT, _COMPLETE = Action.SLEEP, Action.WAIT, Action.COMPLETE
+_RUNNING, _SLEEP, _WAIT, _COMPLETE = LoopState.RUNNING, Action.SLEEP, Action.WAIT, Action.COMPLETE
 
 TRANSITIONS: Final = {
     LoopState.RUNNING: (LoopState.REQUESTED, LoopState.ENDED),
@@ -164,7 +163,7 @@ class BusyLoop:
         try:
             while self._handle_shutdown():
                 if not self._turn():
-                    self._receive()
+                    self._gate.receive()  # a step does so itself
                 self._read()
             self._finish()
         finally:
@@ -206,11 +205,6 @@ class BusyLoop:
         if self._wakeup.fileno() in self._gate.wait(limits, is_idle=is_idle):
             self._wakeup.clear()
         self._status.busy()
-
-    def _receive(self) -> None:
-        """Read what has arrived; a step does so itself."""
-        for front_end in self._gate:
-            front_end.receive()
 
     def _read(self) -> None:
         """Deal with what was received of every front-end, and send the answers that became ready."""

@@ -62,6 +62,11 @@ class Gate:
         """Return those that are not gone; one that goes meanwhile may be among them."""
         return iter(self._connected)
 
+    def receive(self) -> None:
+        """Read what has arrived."""
+        for front_end in self._connected:
+            front_end.receive()
+
     def with_news(self) -> list[FrontEnd]:
         """Return the front-ends from which something has arrived: to look costs less than to read nothing."""
         ready = self._poller.poll(0)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Final
 
 __all__ = ["PAGE", "FreeBlocks", "size_class", "whole_pages"]
@@ -27,6 +28,7 @@ def whole_pages(nbytes: int) -> int:
     return max(PAGE, -(-nbytes // PAGE) * PAGE)
 
 
+@lru_cache(maxsize=256)  # the sizes of one program's buffers are few
 def size_class(nbytes: int) -> int:
     """Return ``nbytes`` rounded up to one of four sizes per doubling, so that freed blocks fit again."""
     step = max(PAGE, (1 << (nbytes - 1).bit_length()) >> 3) if nbytes > 1 else PAGE

@@ -101,7 +101,8 @@ class ArenaRoom:
         if self.is_closed:
             return None
         # The rounded size fits freed blocks better; just below the limit the exact one may be all there is.
-        for size in sorted({size_class(nbytes), whole_pages(nbytes)}, reverse=True):
+        rounded, exact = size_class(nbytes), whole_pages(nbytes)
+        for size in (rounded,) if rounded == exact else (rounded, exact):
             start = self.blocks.take(size)
             if start is None and self._grow(size):
                 start = self.blocks.take(size)

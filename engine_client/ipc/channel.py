@@ -53,9 +53,7 @@ _IN_MEMORY: Final = frozenset({Kind.ADD, Kind.UTILITY, Kind.OUTPUTS, Kind.REPLY}
 """The kinds of frames that carry what users send.  What starts, steers and ends an engine stays in the pipe: it must
 arrive where memory cannot be mapped, or is not yet."""
 
-_MOST_BYTES: Final = 64 * 1024
-"""Read at once, where a frame begins."""
-
+_MOST_BYTES: Final = 64 * 1024  # read at once, where a frame begins
 _MOST_READS: Final = 64
 """Reads in one ``receive``, so that one busy peer does not keep its reader from the others."""
 
@@ -191,8 +189,7 @@ class Channel:
         writer = self._writer if frame.kind in _IN_MEMORY else None
         for view in frame.buffers:
             if view.nbytes >= self._threshold and writer is not None:
-                party = self._party
-                if writer.segment_of(view, party, segments) or writer.put(view, party, segments):
+                if writer.segment_of(view, self._party, segments) or writer.put(view, self._party, segments):
                     self.in_memory += 1
                     continue
                 self.in_pipe += 1
@@ -289,8 +286,7 @@ class Channel:
                     self.hung_up = True
                     self._reader.end()
                     self.ended = True
-                    break
-                if self.ended:
+                if self.ended or count < size:
                     break
             except BlockingIOError:
                 break
@@ -300,8 +296,6 @@ class Channel:
             except (RemoteProtocolError, MemoryError) as error:
                 self._break(error)
                 break
-            if count < size:
-                break
         if self.is_restricted and frames:
             return [frame._replace(flags=frame.flags | RESTRICTED) for frame in frames]
         return frames
@@ -310,7 +304,8 @@ class Channel:
         """Read from the beginning of a frame; return how many bytes came, and how many could have."""
         data = self._socket.recv(_MOST_BYTES)
         count = len(data)
-        end = take_small(data, 0, count, frames.append)
+        arena, add = self._arena_reader, frames.append
+        end = take_small(data, 0, count, add, add_placed=lambda raw: add(resolve(raw, arena, self.name)))
         self.received += end
         if end < count:
             frames += self._accept(count - end, self._reader.feed(data[end:]))
@@ -321,8 +316,7 @@ class Channel:
         room = self._reader.buffer()
         size = len(room)  # the view is released when the reader advances
         count = os.readv(self._fd, [room])
-        if count:
-            frames += self._accept(count, self._reader.advance(count))
+        frames += self._accept(count, self._reader.advance(count)) if count else []
         return count, size
 
     def _accept(self, count: int, arrived: list[Frame | RawFrame]) -> list[Frame]:

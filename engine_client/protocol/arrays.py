@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib import import_module
 from pickle import PickleBuffer
@@ -28,10 +28,21 @@ from typing import Any, Final
 
 from engine_client.errors import SerializationError
 
-__all__ = ["SLICE", "SMALL", "attribute", "reduce_array", "reduce_memoryview", "reduce_ndarray", "reduce_tensor"]
+__all__ = [
+    "REBUILD",
+    "SLICE",
+    "SMALL",
+    "attribute",
+    "reduce_array",
+    "reduce_memoryview",
+    "reduce_ndarray",
+    "reduce_tensor",
+]
 
 SMALL: Final = 4096
 """Below this many bytes a copy costs less than a segment of its own (measured: about 2 us, Linux x86-64)."""
+_NUMBERS: Final = "biufc"
+"""The kinds of numpy's types that every buffer can have."""
 SLICE: Final = 1 << 20
 """Most bytes copied at once: between two slices other threads can run."""
 
@@ -120,10 +131,13 @@ def rebuild_exotic_memoryview(data: Any, dtype: Any, shape: tuple[int, ...], ord
 
 def reduce_ndarray(value: Any) -> Any:
     """Return how to pickle an ndarray, or NotImplemented if its elements are objects."""
-    dtype = value.dtype
+    dtype, flags = value.dtype, value.flags
+    # The name of a plain type is a third of the cost of the type itself.
+    plain = dtype.isbuiltin == 1 and dtype.metadata is None
+    if plain and dtype.kind in _NUMBERS and flags.c_contiguous and value.nbytes >= SMALL:
+        return rebuild_ndarray, (PickleBuffer(value), dtype.str, value.shape, "C")  # what most are, in half of the time
     if dtype.hasobject:
         return NotImplemented
-    flags = value.flags
     order = "F" if flags.f_contiguous and not flags.c_contiguous else "C"
     if order == "C" and not flags.c_contiguous:
         value = value.copy("C")
@@ -131,8 +145,6 @@ def reduce_ndarray(value: Any) -> Any:
         data: Any = value.tobytes(order)
     else:  # bytes, because datetime64 and some structured types refuse to be buffers
         data = PickleBuffer((value if order == "C" else value.T).reshape(-1).view("u1"))
-    # The name of a plain type is a third of the cost of the type itself.
-    plain = dtype.isbuiltin == 1 and dtype.metadata is None
     return rebuild_ndarray, (data, dtype.str if plain else dtype, value.shape, order)
 
 
@@ -187,3 +199,10 @@ def _writable(data: bytes | memoryview) -> Any:
         if owner is not None and not memoryview(owner).readonly:
             return owner
     return bytearray(data)
+
+
+REBUILD: Final[dict[str, Callable[..., Any]]] = {
+    function.__name__: function
+    for function in (rebuild_memoryview, rebuild_exotic_memoryview, rebuild_ndarray, rebuild_tensor)
+}
+"""What makes an array of its memory, and of what else is known of it, by the name that a row has for it."""

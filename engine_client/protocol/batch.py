@@ -31,7 +31,7 @@ from engine_client.errors import RemoteProtocolError
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from engine_client.protocol.codec import dumps, loads
 from engine_client.protocol.exception_fields import text_of
-from engine_client.protocol.frames import RESTRICTED, Flag, Frame, Kind, new_frame
+from engine_client.protocol.frames import RESTRICTED, Flag, Frame, Kind, new_tuple
 from engine_client.protocol.output_fields import comparison, set_fields
 from engine_client.protocol.wire import load_frame
 
@@ -82,7 +82,6 @@ class Columns(NamedTuple):
 
 
 _OUTPUTS: Final = int(Kind.OUTPUTS)
-_new_columns: Final = tuple.__new__  # as ``new_frame``
 _NO_VALUES: Final = (None,) * 5
 """The last fields of ``Columns``, until its values are decoded."""
 
@@ -213,7 +212,7 @@ def encode_outputs(
         5,
     )
     if not (extras or meta):
-        return new_frame(Frame, (_OUTPUTS, 0, len(found), plain, (), None)), finished
+        return new_tuple(Frame, (_OUTPUTS, 0, len(found), plain, (), None)), finished
     values = dumps((extras or None, meta or None))
     flags = Flag.NESTED | (Flag.NEEDS_MAIN if values.needs_main else 0)
     header = b"".join([_LENGTH.pack(len(plain)), plain, values.header])
@@ -321,7 +320,7 @@ def _extras_of(extras: dict[str, dict[int, Any]], rows: list[int]) -> dict[str, 
 def _load_plain(header: Any, *, restricted: bool) -> tuple[Columns, list[int] | None]:
     """Return the columns without values, and which rows have some."""
     plain = loads(header, restricted=True) if restricted else pickle.loads(header)  # noqa: S301  # the codec's trust
-    columns = _new_columns(Columns, (*plain[:-1], *_NO_VALUES))
+    columns = new_tuple(Columns, (*plain[:-1], *_NO_VALUES))
     if restricted:
         _check(columns, plain[-1])
     if columns.finishes and not all(_is_finish(finish, len(columns.keys)) for finish in columns.finishes):

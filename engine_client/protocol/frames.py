@@ -9,7 +9,7 @@ import enum
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-__all__ = ["INLINE", "MAX_SEGMENTS", "Flag", "Frame", "Kind", "RawFrame", "Segment", "new_frame"]
+__all__ = ["INLINE", "MAX_SEGMENTS", "Flag", "Frame", "Kind", "RawFrame", "Segment", "new_tuple"]
 
 INLINE: Final = -1
 """The offset of a segment whose bytes are in the frame itself."""
@@ -80,8 +80,8 @@ class Frame(NamedTuple):
         return len(self.header) + sum(view.nbytes for view in self.buffers)
 
 
-new_frame: Final = tuple.__new__
-"""``new_frame(Frame, (kind, ..., error))`` does what the constructor does, in half of its time."""
+new_tuple: Final = tuple.__new__
+"""``new_tuple(Frame, (kind, ..., error))`` does what the constructor of a named tuple does, in half of its time."""
 
 
 class RawFrame(NamedTuple):

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from engine_client.errors import LocalProtocolError, RemoteProtocolError
-from engine_client.protocol.frames import INLINE, MAX_SEGMENTS, Flag, Frame, Kind, RawFrame, Segment, new_frame
+from engine_client.protocol.frames import INLINE, MAX_SEGMENTS, Flag, Frame, Kind, RawFrame, Segment, new_tuple
 
 __all__ = ["MAX_FRAME", "FrameReader", "pack_prefix", "take_small"]
 
@@ -43,7 +43,6 @@ _LARGE: Final = 16 * 1024
 _GROWTH: Final = 16 << 20
 """Most bytes that are allocated ahead of the bytes that have come."""
 _NOTHING: Final = memoryview(b"")
-
 
 _FIRST_KIND: Final = int(min(Kind))
 _LAST_KIND: Final = int(max(Kind))
@@ -326,23 +325,43 @@ class FrameReader:
 
 
 def take_small(
-    data: bytes | memoryview, begin: int, end: int, add: Callable[[Frame], object], max_frame: int = MAX_FRAME
+    data: bytes | memoryview,
+    begin: int,
+    end: int,
+    add: Callable[[Frame], object],
+    limit: int = MAX_FRAME,
+    add_placed: Callable[[RawFrame], object] | None = None,
 ) -> int:
-    """Take whole small frames, which need no more resolving, off ``data[begin:end]``, and ``add`` each.
+    """Take whole small frames off ``data[begin:end]``, and ``add`` each: they need no more resolving.
+
+    Those whose segments are all in the arena are taken, too, if ``add_placed`` tells what to do with them.
 
     Returns:
-        Where the first other one begins: one that is not whole, has segments, is large, or is none at all.
+        Where the first other one begins: one that is not whole, has other segments, is large, or is none at all.
     """
     while end - begin >= _PREFIX_SIZE:
         magic, kind, flags, count, ref, length = _PREFIX.unpack_from(data, begin)
-        header = begin + _PREFIX_SIZE
-        if count or length >= _LARGE or header + length > end or length > max_frame:
+        header = begin + _PREFIX_SIZE + count * _ENTRY.size
+        if length >= _LARGE or header + length > end or length > limit:
             break
         if magic != _MAGIC or not _FIRST_KIND <= kind <= _LAST_KIND or flags & _UNKNOWN_FLAGS:
             break
+        if count:
+            segments = _segments_of(data[begin + _PREFIX_SIZE : header], limit - length)
+            if add_placed is None or segments is None:
+                break
+            add_placed(RawFrame(kind, flags, ref, bytes(data[header : header + length]), segments, []))
+        else:
+            add(new_tuple(Frame, (kind, flags, ref, bytes(data[header : header + length]), (), None)))
         begin = header + length
-        add(new_frame(Frame, (kind, flags, ref, bytes(data[header:begin]), (), None)))
     return begin
+
+
+def _segments_of(table: bytes | memoryview, limit: int) -> list[Segment] | None:
+    """Return the segments of a table; None unless all are in the arena, and as they should be."""
+    segments = [new_tuple(Segment, entry) for entry in _ENTRY.iter_unpack(table)]
+    fits = len(table) <= limit and all(length <= limit and offset >= 0 for length, offset, _ in segments)
+    return segments if fits else None
 
 
 def _what_is_wrong(magic: bytes, kind: int, flags: int) -> str:

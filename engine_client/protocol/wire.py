@@ -26,8 +26,8 @@ from typing import Any, Final
 from engine_client.errors import RemoteProtocolError
 from engine_client.messages import EngineCoreReadyResponse, EngineCoreRequest
 from engine_client.params import SamplingParams
-from engine_client.protocol.codec import Payload, are_plain, dumps, dumps_plain, loads
-from engine_client.protocol.frames import RESTRICTED, Flag, Frame, Kind, new_frame
+from engine_client.protocol.codec import Payload, are_plain, dumps, dumps_plain, dumps_row, loads
+from engine_client.protocol.frames import RESTRICTED, Flag, Frame, Kind, new_tuple
 
 __all__ = [
     "PING",
@@ -246,17 +246,20 @@ def _parameters_of(params: Any) -> tuple[Any, ...] | None:
 def encode_add(key: int, request: Any, prompt: array[int] | None, *, main_importable: bool = True) -> Frame:
     """Encode a request under its integer key; ``prompt`` is its token ids, checked already.
 
-    What most requests are made of is plain, and does not need the general codec.
+    What most requests are made of is plain, or arrays, and does not need the general codec.
     """
     name, params, arrival_time = request.request_id, request.sampling_params, request.arrival_time
     token_ids = None if prompt is None else prompt.tobytes()
     rest = _rest_of(request)
     parameters = _parameters_of(params)
     row = (name, token_ids, parameters or params, arrival_time, rest)
-    if parameters is not None and are_plain((name, arrival_time)) and (rest is None or are_plain(rest.values())):
-        header = dumps_plain(row)
-        if header is not None:
-            return new_frame(Frame, (_ADD, 0, key, header, (), None))
+    if parameters is not None and are_plain((name, arrival_time)):
+        if rest is None or are_plain(rest.values()):
+            header = dumps_plain(row)
+            if header is not None:
+                return new_tuple(Frame, (_ADD, 0, key, header, (), None))
+        elif (payload := dumps_row(row[:-1], rest)) is not None:
+            return _frame(_ADD, payload, ref=key)
     return _frame(_ADD, dumps(row, main_importable=main_importable), ref=key)
 
 
@@ -300,7 +303,7 @@ def encode_utility(call_id: int, method: str, args: Sequence[Any], *, main_impor
     args = tuple(args)
     header = dumps_plain((method, args)) if are_plain((method, *args)) else None
     if header is not None:
-        return new_frame(Frame, (_UTILITY, 0, call_id, header, (), None))
+        return new_tuple(Frame, (_UTILITY, 0, call_id, header, (), None))
     return _frame(_UTILITY, dumps((method, args), main_importable=main_importable), ref=call_id)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from engine_client.errors import LocalProtocolError, RemoteProtocolError
 from engine_client.protocol import framing
 from engine_client.protocol.frames import INLINE, MAX_SEGMENTS, Flag, Frame, Kind, RawFrame, Segment
-from engine_client.protocol.framing import FrameReader, pack_prefix, take_small
+from engine_client.protocol.framing import MAX_FRAME, FrameReader, pack_prefix, take_small
 
 MIB = 1 << 20
 LENGTHS = st.one_of(
@@ -385,3 +385,33 @@ def test_a_violation_in_bytes_read_elsewhere_is_one():
     found: list[Frame] = []
     assert take_small(whole + b"x" * 30, 0, len(whole) + 30, found.append) == len(whole)
     assert [f.header for f in found] == [b"abc"]
+
+
+@given(st.lists(frame_parts(), max_size=4), st.integers(0, 30))
+@settings(max_examples=60, deadline=None)
+def test_small_frames_are_taken_as_a_reader_takes_them(specs, cut):
+    """What ``take_small`` takes is what a reader would make of it; the first frame that it leaves is not for it."""
+    whole = [pack(*spec) for spec in specs]
+    stream = b"".join(whole)[: -cut or None]
+    for max_frame in (MAX_FRAME, 1 << 30, 20_000):
+        found: list[Any] = []
+        end = take_small(stream, 0, len(stream), found.append, max_frame, found.append)
+        assert end == sum(map(len, whole[: len(found)]))
+        assert found == feed(FrameReader(), stream[:end])
+        rest = specs[len(found)] if len(found) < len(specs) else None
+        if rest is not None and len(stream) >= end + len(whole[len(found)]):
+            inline = [part for part in rest[4] if isinstance(part, bytes)]
+            large = [part for part in rest[4] if isinstance(part, Segment) and part.length > max_frame - len(rest[3])]
+            assert inline or large or len(rest[3]) >= 16 * 1024 or len(whole[len(found)]) > max_frame
+
+
+def test_frames_with_segments_are_left_to_whoever_can_resolve_them():
+    """The first of them ends the taking; and a table that cannot be is left to the reader."""
+    small, placed = pack(Kind.REPLY, 0, 1, b"abc", []), pack(Kind.REPLY, 0, 2, b"d", [Segment(9, 4096, 3)])
+    found: list[Any] = []
+    assert take_small(small + placed, 0, len(small + placed), found.append) == len(small)
+    wrong = pack(Kind.REPLY, 0, 2, b"d", [Segment(9, -2, 3)])
+    assert take_small(wrong, 0, len(wrong), found.append, add_placed=found.append) == 0
+    assert [frame.ref for frame in found] == [1]
+    with pytest.raises(RemoteProtocolError, match="cannot be"):
+        feed(FrameReader(), wrong)

@@ -109,3 +109,14 @@ def test_other_classes_are_looked_at_field_by_field() -> None:
     output = SimpleNamespace(request_id="a", new_token_ids=[1], finish_reason=1)
     assert comparison(SimpleNamespace)(output) is True
     assert set_fields(output) == {"finish_reason": 1}
+
+
+def test_our_own_outputs_say_what_others_with_the_same_fields_say() -> None:
+    """A field that was set to its default says nothing, and neither does what is no field."""
+    values: dict[str, Any] = {"finish_reason": FinishReason.STOP, "num_nans_in_logits": 3, "pooling_output": [1]}
+    output = EngineCoreOutput("a", [1], **values)
+    output.stop_reason = None
+    output.num_nans_in_logits = 0
+    output.mark = "no field"  # type: ignore[attr-defined]
+    expected = {"finish_reason": FinishReason.STOP, "pooling_output": [1]}
+    assert set_fields(output) == set_fields(SimpleNamespace(**vars(output))) == expected

@@ -6,6 +6,7 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
@@ -71,6 +72,51 @@ def test_a_request_arrives_equal_by_either_codec(fields: dict[str, Any]) -> None
     arrived = through(message)
     assert arrived == message
     assert vars(arrived).keys() == vars(message).keys()
+
+
+@pytest.mark.parametrize(
+    "embeds",
+    [
+        np.arange(3000.0, dtype=np.float32).reshape(30, 100),
+        np.arange(3000.0, dtype=np.float32).reshape(30, 100)[:, ::2],
+        np.asfortranarray(np.arange(3000.0).reshape(30, 100)),
+        np.zeros(2000, ">i4"),
+        np.zeros(2000, "M8[s]"),
+        np.zeros(2000, [("a", "i4"), ("b", "f8")]),
+        np.zeros((0, 5), np.float32),
+        np.zeros(5, np.float32),
+        np.array(["a", None] * 2000, dtype=object),
+        array("d", range(2000)),
+        memoryview(bytes(70_000)),
+        memoryview(bytes(80_000)).cast("d"),
+        [1.0, 2.0],
+        b"x" * 70_000,
+    ],
+    ids=lambda embeds: str(getattr(embeds, "dtype", type(embeds).__name__)),
+)
+@pytest.mark.parametrize("salt", [None, "salt", "long" * 10_000])
+def test_a_request_with_an_array_arrives_equal(embeds: Any, salt: str | None) -> None:
+    """Arrays of common kinds go as they are beside what is plain, all others by the general codec."""
+    message = request(prompt_token_ids=None, prompt_embeds=embeds, cache_salt=salt)
+    arrived = through(message)
+    found = arrived.prompt_embeds
+    assert type(found) is type(embeds)
+    assert bool(np.array_equal(np.asarray(found), np.asarray(embeds)))
+    assert getattr(found, "dtype", None) == getattr(embeds, "dtype", None)
+    assert getattr(found, "format", None) == getattr(embeds, "format", None)
+    found, arrived.prompt_embeds, message.prompt_embeds = None, None, None
+    assert arrived == message
+    assert vars(arrived).keys() == vars(message).keys()
+
+
+def test_an_array_of_a_request_is_not_copied_and_needs_no_name() -> None:
+    """Its memory is beside the header, in which neither side has to look anything up."""
+    embeds = np.zeros(3000, np.float32)
+    frame = wire.encode_add(7, request(prompt_embeds=embeds), array("I", [1]))
+    (buffer,) = frame.buffers
+    assert np.shares_memory(np.frombuffer(buffer, np.uint8), embeds)
+    assert b"engine_client" not in frame.header
+    assert not wire.decode_add(frame).prompt_embeds.flags.writeable
 
 
 def test_a_call_arrives_equal_by_either_codec() -> None:
