@@ -226,7 +226,7 @@ MUTATIONS: Final = (
     Mutation(
         "channel used after a fault in mid-frame",
         "ipc/channel.py",
-        "self._broken = self._broken or fault.with_traceback(None)",
+        "self._broken = self._broken or fault",
         "pass",
         "tests/ipc/test_channel.py::test_garbage_is_a_fault",
     ),

@@ -36,7 +36,7 @@ from engine_client.ipc.arena import ArenaReader, ArenaWriter
 from engine_client.ipc.incoming import resolve
 from engine_client.ipc.outgoing import Backlog, Outgoing
 from engine_client.protocol.frames import RESTRICTED, Frame, Kind, RawFrame, Segment
-from engine_client.protocol.framing import FrameReader, pack_prefix, take_small
+from engine_client.protocol.framing import READ_SIZE, FrameReader, pack_prefix, take_small
 
 __all__ = ["Channel"]
 
@@ -53,7 +53,6 @@ _IN_MEMORY: Final = frozenset({Kind.ADD, Kind.UTILITY, Kind.OUTPUTS, Kind.REPLY}
 """The kinds of frames that carry what users send.  What starts, steers and ends an engine stays in the pipe: it must
 arrive where memory cannot be mapped, or is not yet."""
 
-_MOST_BYTES: Final = 64 * 1024  # read at once, where a frame begins
 _MOST_READS: Final = 64
 """Reads in one ``receive``, so that one busy peer does not keep its reader from the others."""
 
@@ -275,6 +274,8 @@ class Channel:
     def receive(self) -> list[Frame]:
         """Return the frames that have arrived, without waiting.
 
+        What a signal handler raises in here may lose what was read: it is for threads in which none does.
+
         Sets ``ended`` at the end of the stream, and ``fault`` when the other side broke the rules or ended inside a
         frame; a channel with a fault is broken.
         """
@@ -302,31 +303,30 @@ class Channel:
 
     def _read_anew(self, frames: list[Frame]) -> tuple[int, int]:
         """Read from the beginning of a frame; return how many bytes came, and how many could have."""
-        data = self._socket.recv(_MOST_BYTES)
-        count = len(data)
-        arena, add = self._arena_reader, frames.append
-        end = take_small(data, 0, count, add, add_placed=lambda raw: add(resolve(raw, arena, self.name)))
-        self.received += end
-        if end < count:
-            frames += self._accept(count - end, self._reader.feed(data[end:]))
-        return count, _MOST_BYTES
+        try:
+            data = self._socket.recv(READ_SIZE)
+        except MemoryError:
+            return self._read_on(frames)  # into memory that is there already
+        self.received += len(data)
+        end = take_small(data, 0, len(data), frames.append, add_placed=lambda raw: frames.extend(self._accept([raw])))
+        if end < len(data):
+            frames += self._accept(self._reader.feed(data[end:]))
+        return len(data), READ_SIZE
 
     def _read_on(self, frames: list[Frame]) -> tuple[int, int]:
         """Read on in a frame, straight into the memory in which a large part of it stays."""
         room = self._reader.buffer()
         size = len(room)  # the view is released when the reader advances
         count = os.readv(self._fd, [room])
-        frames += self._accept(count, self._reader.advance(count)) if count else []
+        self.received += count
+        frames += self._accept(self._reader.advance(count)) if count else []
         return count, size
 
-    def _accept(self, count: int, arrived: list[Frame | RawFrame]) -> list[Frame]:
-        """Take note of what came with so many bytes; return it with its buffers."""
-        self.received += count
+    def _accept(self, arrived: list[Frame | RawFrame]) -> list[Frame]:
+        """Return what came, with its buffers."""
         if self._reader.broken:  # behind frames that were whole, in the same read: nothing more may ever come
             self._break(RemoteProtocolError(self._reader.broken))
-        return [
-            frame if isinstance(frame, Frame) else resolve(frame, self._arena_reader, self.name) for frame in arrived
-        ]
+        return [f if isinstance(f, Frame) else resolve(f, self._arena_reader, self.name) for f in arrived]
 
     def _take_ahead(self) -> list[Frame]:
         """Return what a borrower of this channel has read and left."""
@@ -334,7 +334,8 @@ class Channel:
         frames: list[Frame] = []
         try:
             for item in ahead:
-                frames += [item] if isinstance(item, Frame) else self._accept(len(item), self._reader.feed(item))
+                self.received += 0 if isinstance(item, Frame) else len(item)
+                frames += [item] if isinstance(item, Frame) else self._accept(self._reader.feed(item))
         except RemoteProtocolError as error:
             self._break(error)
         return frames
@@ -349,9 +350,11 @@ class Channel:
 
     def _break(self, fault: BaseException) -> None:
         self.ended = True
+        # As in _drain_locked; and where memory has run out, the system's error has no text.
+        fault = fault.with_traceback(None) if str(fault) else RemoteProtocolError("there is no memory for what it sent")
         self.fault = fault
         with self._lock:
-            self._broken = self._broken or fault.with_traceback(None)  # as in _write_locked
+            self._broken = self._broken or fault
 
     def hang_up(self) -> None:
         """Have the other side see the end of the stream now, whoever has copies of this descriptor; idempotent."""

@@ -31,12 +31,9 @@ from typing import Any, Final
 
 from engine_client.ipc.channel import Channel
 from engine_client.protocol.frames import RESTRICTED, Frame
-from engine_client.protocol.framing import take_small
+from engine_client.protocol.framing import READ_SIZE, take_small
 
 __all__ = ["Loan", "can_lend"]
-
-_MOST: Final = 64 * 1024
-"""Bytes that are read at once."""
 
 _FIRST: Final = slice(0, 1)
 _set_items: Final[Any] = list.__setitem__
@@ -112,7 +109,7 @@ class Loan:
 
     def open(self) -> None:
         """Have borrowers read: whatever came before is delivered."""
-        self._sizes.append(_MOST)
+        self._sizes.append(READ_SIZE)
 
     def is_idle(self) -> bool:
         """Tell whether nobody has read since the last time."""

@@ -9,6 +9,8 @@ of arrays (``arrays``), then every ``bytes``, ``bytearray`` or text of 64 KiB an
 to its file as they are, so that the stream is cut around them and they are never copied; a header that was cut begins
 with the places of the cuts, and is read through a file that puts the buffers back in their places.
 
+What is plain needs no pickler of ours (``dumps_plain``), nor do arrays beside it (``dumps_row``).
+
 What pickle cannot do is done here: exceptions whole (``exceptions``), and functions and classes that the receiver
 cannot import, by value through cloudpickle where it is installed.
 
@@ -34,7 +36,7 @@ from engine_client.errors import SerializationError
 from engine_client.protocol import arrays
 from engine_client.protocol.frames import MAX_SEGMENTS
 
-__all__ = ["Payload", "are_plain", "dumps", "dumps_plain", "dumps_row", "loads"]
+__all__ = ["LONGEST_PLAIN", "Payload", "are_plain", "dumps", "dumps_plain", "dumps_row", "loads"]
 
 _PROTOCOL: Final = 5
 _LARGE: Final = 64 * 1024
@@ -48,8 +50,8 @@ _ROW_BYTE: Final = _ROW[0]
 _COUNT: Final = struct.Struct("<I")
 _PLAIN: Final = frozenset({type(None), bool, int, float, str})
 """Pickle needs no help with them."""
-_LONGEST_PLAIN: Final = 16 * 1024
-"""Bytes; beyond, what is long may have to go beside the header."""
+LONGEST_PLAIN: Final = 16 * 1024
+"""Bytes of a plain value's header; beyond, what is long may have to go beside it."""
 _MAIN: Final = ("__main__", "__mp_main__")
 """What the module of the user's program is called; the second, where it was run again for its definitions."""
 
@@ -76,7 +78,7 @@ def dumps(value: Any, *, main_importable: bool = True) -> Payload:
         Exception: whatever the value's own code raised (PicklingError, TypeError, ...).
     """
     kind = type(value)
-    if kind in _PLAIN and not (kind is str and len(value) > _LONGEST_PLAIN):
+    if kind in _PLAIN and not (kind is str and len(value) > LONGEST_PLAIN):
         return Payload(pickle.dumps(value, _PROTOCOL), [], False)
     return _dump(value, main_importable, None)
 
@@ -89,7 +91,7 @@ def are_plain(values: Iterable[Any]) -> bool:
 def dumps_plain(value: Any) -> bytes | None:
     """Encode nested tuples of bytes and what is plain, several times as fast as ``dumps``; None if that is long."""
     header = pickle.dumps(value, _PROTOCOL)
-    return header if len(header) <= _LONGEST_PLAIN else None
+    return header if len(header) <= LONGEST_PLAIN else None
 
 
 def dumps_row(row: tuple[Any, ...], fields: Mapping[str, Any]) -> Payload | None:
@@ -99,9 +101,10 @@ def dumps_row(row: tuple[Any, ...], fields: Mapping[str, Any]) -> Payload | None
     time of ``dumps``.
 
     Returns:
-        None: a field is neither plain nor an array whose memory goes beside the header, or the header is long.
+        None: a field is neither plain nor an array that can go so, two are the same array, or the header is long.
     """
     plain: dict[str, Any] = {}
+    seen: set[int] = set()
     places: list[tuple[str, str, list[Any]]] = []
     buffers: list[memoryview] = []
     for name, value in fields.items():
@@ -109,12 +112,16 @@ def dumps_row(row: tuple[Any, ...], fields: Mapping[str, Any]) -> Payload | None
         if kind in _PLAIN:
             plain[name] = value
             continue
-        if kind not in _REDUCERS and not _learn(kind.__module__, kind):
+        if (kind not in _REDUCERS and not _learn(kind.__module__, kind)) or id(value) in seen:
             return None
         reduced = _REDUCERS[kind](value)
-        if reduced is NotImplemented or type(reduced[1][0]) is not pickle.PickleBuffer:
+        if reduced is NotImplemented:
             return None
         rebuild, (data, *layout) = reduced
+        # Not what is small and in the header, nor a type that has no plain name: it may be one of ``__main__``.
+        if type(data) is not pickle.PickleBuffer or type(layout[0]) is not str:
+            return None
+        seen.add(id(value))
         places.append((name, rebuild.__name__, layout))
         buffers.append(data.raw())
     header = dumps_plain((row, plain, places))
@@ -148,7 +155,7 @@ def _dump(value: Any, main_importable: bool, seen: dict[int, BaseException] | No
 
 
 def loads(header: bytes | memoryview, buffers: Sequence[memoryview] = (), *, restricted: bool = False) -> Any:
-    """Decode what ``dumps`` made.
+    """Decode what ``dumps``, ``dumps_plain`` or ``dumps_row`` made.
 
     ``restricted``: only plain data and registered types; see ``protocol.restricted``.
 
@@ -166,7 +173,7 @@ def loads(header: bytes | memoryview, buffers: Sequence[memoryview] = (), *, res
             return load_restricted(header, views)
         stream, beside = _join(memoryview(header), views)
         return load_restricted(b"", beside, stream)
-    if header[0] not in {_CUT_BYTE, _ROW_BYTE}:
+    if header[0] > _ROW_BYTE:
         return pickle.loads(header, buffers=views)  # noqa: S301  # see Trust above
     if header[0] == _ROW_BYTE:
         return _load_row(memoryview(header), views)

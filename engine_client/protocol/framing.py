@@ -26,7 +26,7 @@ from typing import Final
 from engine_client.errors import LocalProtocolError, RemoteProtocolError
 from engine_client.protocol.frames import INLINE, MAX_SEGMENTS, Flag, Frame, Kind, RawFrame, Segment, new_tuple
 
-__all__ = ["MAX_FRAME", "FrameReader", "pack_prefix", "take_small"]
+__all__ = ["MAX_FRAME", "READ_SIZE", "FrameReader", "pack_prefix", "take_small"]
 
 _PREFIX: Final = struct.Struct("<4sBBHQQ")
 _ENTRY: Final = struct.Struct("<QqQ")
@@ -36,7 +36,7 @@ _MAGIC: Final = b"ECF1"
 MAX_FRAME: Final = 64 << 30
 """Default limit for the bytes of one frame, far above what a machine holds."""
 
-_SCRATCH_SIZE: Final = 64 * 1024
+READ_SIZE: Final = 64 * 1024
 """Bytes asked for in one read while no large part is under way."""
 _LARGE: Final = 16 * 1024
 """A part of this size and more gets memory of its own as soon as its length is known."""
@@ -183,7 +183,7 @@ class FrameReader:
     def __init__(self, max_frame: int = MAX_FRAME) -> None:
         self.broken: str | None = None  # what the peer did, once it broke the protocol
         self._max_frame = max_frame
-        self._scratch = memoryview(bytearray(_SCRATCH_SIZE))
+        self._scratch = memoryview(bytearray(READ_SIZE))
         self._begin = 0  # scratch[begin:end] has come and is not yet understood
         self._end = 0
         self._partial: _Partial | None = None
@@ -319,7 +319,7 @@ class FrameReader:
         begin, end = self._begin, self._end
         if begin == end:
             self._begin = self._end = 0
-        elif begin + _PREFIX_SIZE + _LARGE > _SCRATCH_SIZE:
+        elif begin + _PREFIX_SIZE + _LARGE > READ_SIZE:
             self._scratch[: end - begin] = bytes(self._scratch[begin:end])
             self._begin, self._end = 0, end - begin
 
@@ -329,7 +329,7 @@ def take_small(
     begin: int,
     end: int,
     add: Callable[[Frame], object],
-    limit: int = MAX_FRAME,
+    max_frame: int = MAX_FRAME,
     add_placed: Callable[[RawFrame], object] | None = None,
 ) -> int:
     """Take whole small frames off ``data[begin:end]``, and ``add`` each: they need no more resolving.
@@ -342,13 +342,13 @@ def take_small(
     while end - begin >= _PREFIX_SIZE:
         magic, kind, flags, count, ref, length = _PREFIX.unpack_from(data, begin)
         header = begin + _PREFIX_SIZE + count * _ENTRY.size
-        if length >= _LARGE or header + length > end or length > limit:
+        if length >= _LARGE or header + length > end or length > max_frame:
             break
         if magic != _MAGIC or not _FIRST_KIND <= kind <= _LAST_KIND or flags & _UNKNOWN_FLAGS:
             break
         if count:
-            segments = _segments_of(data[begin + _PREFIX_SIZE : header], limit - length)
-            if add_placed is None or segments is None:
+            table = data[begin + _PREFIX_SIZE : header]
+            if add_placed is None or (segments := _segments_of(table, max_frame - length)) is None:
                 break
             add_placed(RawFrame(kind, flags, ref, bytes(data[header : header + length]), segments, []))
         else:

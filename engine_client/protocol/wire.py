@@ -26,7 +26,7 @@ from typing import Any, Final
 from engine_client.errors import RemoteProtocolError
 from engine_client.messages import EngineCoreReadyResponse, EngineCoreRequest
 from engine_client.params import SamplingParams
-from engine_client.protocol.codec import Payload, are_plain, dumps, dumps_plain, dumps_row, loads
+from engine_client.protocol.codec import LONGEST_PLAIN, Payload, are_plain, dumps, dumps_plain, dumps_row, loads
 from engine_client.protocol.frames import RESTRICTED, Flag, Frame, Kind, new_tuple
 
 __all__ = [
@@ -58,7 +58,7 @@ __all__ = [
     "load_frame",
 ]
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 
 # Looked up once, see ``frames.Kind``.
 _NEEDS_MAIN: Final = int(Flag.NEEDS_MAIN)
@@ -258,7 +258,7 @@ def encode_add(key: int, request: Any, prompt: array[int] | None, *, main_import
             header = dumps_plain(row)
             if header is not None:
                 return new_tuple(Frame, (_ADD, 0, key, header, (), None))
-        elif (payload := dumps_row(row[:-1], rest)) is not None:
+        elif len(token_ids or b"") < LONGEST_PLAIN and (payload := dumps_row(row[:-1], rest)) is not None:
             return _frame(_ADD, payload, ref=key)
     return _frame(_ADD, dumps(row, main_importable=main_importable), ref=key)
 

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -204,6 +205,56 @@ def test_garbage_behind_a_frame_is_a_fault_at_once() -> None:
     channel.close()
 
 
+def test_frames_of_all_kinds_in_one_read_come_in_order_before_a_violation() -> None:
+    """Those whose buffers are in shared memory, in the pipe, or nowhere; a fault behind them loses none."""
+    with pair(memory=True) as (left, right):
+        data = os.urandom(100_000)
+        for number, buffers in enumerate([(), (data,), (), (b"inline",), (data, b"inline"), (), (data,)]):
+            assert left.send(frame(b"h%d" % number, *buffers))
+        os.write(left.fileno(), b"GARBAGE" * 20)
+        received = right.receive()
+        assert [bytes(one.header) for one in received] == [b"h%d" % number for number in range(7)]
+        assert [list(map(len, one.buffers)) for one in received] == [
+            [],
+            [100_000],
+            [],
+            [6],
+            [100_000, 6],
+            [],
+            [100_000],
+        ]
+        assert received[6].buffers[0] == data
+        assert "GARB" in str(right.fault)
+        assert right.received > 7 * 24 + 140
+        del received
+
+
+class WithoutMemory:
+    """A socket for whose bytes there is no memory."""
+
+    def __init__(self, real: socket.socket) -> None:
+        self.real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def recv(self, _: int) -> bytes:
+        raise MemoryError
+
+
+def test_without_memory_to_read_into_a_channel_uses_what_it_has() -> None:
+    """It is not broken, and loses nothing; where there is none for a frame either, the fault says so."""
+    with pair() as (left, right):
+        right._socket = WithoutMemory(right._socket)  # type: ignore[assignment]  # noqa: SLF001
+        assert right.receive() == []
+        left.send(frame(b"one"))
+        left.send(frame(b"two", b"inline"))
+        assert [bytes(one.header) for one in right.receive()] == [b"one", b"two"]
+        assert (right.ended, right.fault) == (False, None)
+        right._break(MemoryError())  # noqa: SLF001
+        assert "memory" in str(right.fault)
+
+
 def test_a_gone_peer_breaks_the_channel_for_good() -> None:
     """Sending to a closed end raises, now and later, and keeps nothing."""
     with pair() as (left, right):
@@ -378,10 +429,12 @@ def test_a_peer_that_is_gone_sends_no_signal():
         left, right = socket.socketpair()
         channel = Channel(left.detach(), name="right")
         right.close()
-        try:
-            channel.send(Frame(6, 0, 0, b"x"))
-        except BrokenPipeError as error:
-            print("right" in str(error))
+        for size in 1, 100_000:  # in one part, and in two
+            try:
+                channel.send(Frame(6, 0, 0, bytes(size)))
+            except BrokenPipeError as error:
+                print("right" in str(error))
+            channel._broken = None
         channel.close()
         """
     ).check()

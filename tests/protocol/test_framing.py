@@ -412,6 +412,8 @@ def test_frames_with_segments_are_left_to_whoever_can_resolve_them():
     assert take_small(small + placed, 0, len(small + placed), found.append) == len(small)
     wrong = pack(Kind.REPLY, 0, 2, b"d", [Segment(9, -2, 3)])
     assert take_small(wrong, 0, len(wrong), found.append, add_placed=found.append) == 0
+    many = pack(Kind.REPLY, 0, 2, b"d", [Segment(0, 4096, 3)] * 50)
+    assert take_small(many, 0, len(many), found.append, 1000, found.append) == 0
     assert [frame.ref for frame in found] == [1]
     with pytest.raises(RemoteProtocolError, match="cannot be"):
         feed(FrameReader(), wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given, strategies as st
 from engine_client.errors import RemoteProtocolError
 from engine_client.messages import EngineCoreReadyResponse, EngineCoreRequest
 from engine_client.params import PoolingParams, SamplingParams
-from engine_client.protocol import wire
+from engine_client.protocol import arrays, codec, wire
 from engine_client.protocol.codec import dumps, loads
 from engine_client.protocol.frames import Flag, Frame, Kind
 
@@ -117,6 +118,47 @@ def test_an_array_of_a_request_is_not_copied_and_needs_no_name() -> None:
     assert np.shares_memory(np.frombuffer(buffer, np.uint8), embeds)
     assert b"engine_client" not in frame.header
     assert not wire.decode_add(frame).prompt_embeds.flags.writeable
+
+
+def test_one_array_in_two_fields_arrives_as_one() -> None:
+    """As one object in two places does anywhere else."""
+    embeds = np.zeros(3000, np.float32)
+    arrived = through(request(prompt_embeds=embeds, pooling_params=embeds))
+    assert arrived.pooling_params is arrived.prompt_embeds
+
+
+class Record(np.record):
+    """The type of a structured array's elements, which goes by its name."""
+
+
+def test_types_without_a_plain_name_go_by_the_general_codec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows where they come from: here from what is the program's own file."""
+    monkeypatch.setattr(Record, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "Record", Record, raising=False)
+    embeds = np.zeros(2000, np.dtype((Record, [("a", "i4")])))
+    frame = wire.encode_add(7, request(prompt_embeds=embeds), array("I", [1]))
+    assert frame.flags == Flag.NEEDS_MAIN
+    assert wire.decode_add(frame).prompt_embeds.dtype == embeds.dtype
+
+
+def test_an_array_beside_a_long_prompt_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not fit a row is known before an array is made ready, which may copy it."""
+    looked_at: list[object] = []
+    monkeypatch.setitem(
+        vars(codec)["_REDUCERS"], np.ndarray, lambda value: arrays.reduce_ndarray(looked_at.append(1) or value)
+    )
+    embeds = np.zeros((3000, 2), np.float32)[:, 0]
+    assert through(request(prompt_embeds=embeds, prompt_token_ids=[1] * 10_000)).prompt_embeds.shape == (3000,)
+    assert looked_at == [1]
+
+
+def test_a_row_that_lacks_a_buffer_is_an_error() -> None:
+    """It is one of that request, whose other buffers are its sender's again."""
+    frame = wire.encode_add(7, request(prompt_embeds=np.zeros(3000, np.float32)), array("I", [1]))
+    buffers = [*frame.buffers, *frame.buffers]
+    with pytest.raises(ValueError, match="longer"):
+        wire.decode_add(frame._replace(buffers=buffers))
+    assert not buffers
 
 
 def test_a_call_arrives_equal_by_either_codec() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from array import array
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from engine_client import EngineCoreRequest, SamplingParams
 from engine_client.protocol import arrays
 from engine_client.protocol.codec import dumps, loads
+from engine_client.protocol.wire import decode_add, encode_add
 from helpers.transport import carry, cross
 
 BIG = 2 * arrays.SMALL
@@ -163,3 +166,28 @@ def test_tensors_inside_of_values_and_exceptions_arrive():
     assert got["logits"][0].sum() == BIG
     assert got["error"].args[0].shape == (BIG,)
     got["error"].args[0][0] = 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_tensor_of_a_request_arrives_equal(dtype: torch.dtype, layout: str) -> None:
+    """Beside what is plain, as it does anywhere."""
+    sent = LAYOUTS[layout](torch.arange(4 * 60 * 50).reshape(4, 60, 50).to(dtype))
+    request = EngineCoreRequest("r", [1], None, SamplingParams(), None, 0.0, None, None, None, prompt_embeds=sent)
+    frame = encode_add(1, request, array("I", [1]))
+    if frame.buffers:
+        assert b"engine_client" not in bytes(frame.header)
+    # As the channel does: each in memory of its own, at whose beginning it begins.
+    owned = frame._replace(buffers=[memoryview(bytearray(buffer)) for buffer in frame.buffers])
+    assert_same_tensor(decode_add(owned).prompt_embeds, sent)
+
+
+def test_a_tensor_that_needs_a_gradient_keeps_that_in_a_request() -> None:
+    """So does one of two fields that hold the same."""
+    sent = torch.zeros(4000, requires_grad=True)
+    request = EngineCoreRequest("r", [1], sent, SamplingParams(), None, 0.0, None, None, None, prompt_embeds=sent)
+    frame = encode_add(1, request, array("I", [1]))
+    (buffer,) = frame.buffers
+    arrived = decode_add(frame._replace(buffers=[memoryview(bytearray(buffer))]))
+    assert arrived.prompt_embeds.requires_grad
+    assert arrived.prompt_embeds is arrived.mm_features
