@@ -6,15 +6,23 @@ A limit is a little above what was counted when it was set.  Whoever passes one 
 from __future__ import annotations
 
 import gc
+import os
+import socket
 import sys
+from array import array
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
-from engine_client import EngineCoreOutput, EngineCoreOutputs
+from engine_client import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from engine_client.clients.in_flight import InFlight
+from engine_client.ipc.arena import ArenaReader, ArenaWriter, create_memory
+from engine_client.ipc.channel import Channel
 from engine_client.protocol.batch import decode_columns, encode_outputs
+from engine_client.protocol.frames import Frame, Kind
+from engine_client.protocol.wire import decode_add, encode_add
 from helpers.clients import make_request, scripted_client
 from helpers.engines import add, make_core, step
 
@@ -90,6 +98,44 @@ def test_a_token_costs_a_handful_of_calls_on_each_side() -> None:
     assert per_row(decode) <= 4
     assert encode(1) <= 60
     assert decode(1) <= 40
+
+
+def test_an_output_that_ends_its_request_costs_little_more() -> None:
+    """It says two things more than others; all other fields are not even looked at."""
+    outputs, keys, _ = batch(1)
+    plain = calls_of(lambda: encode_outputs(outputs, keys))
+    outputs.outputs[0].finish_reason = FinishReason.LENGTH
+    assert calls_of(lambda: encode_outputs(outputs, keys)) - plain <= 18
+
+
+def test_an_array_of_a_request_costs_little_more() -> None:
+    """Neither side looks up what it is made of, or asks a pickler of ours about each part."""
+    request = make_request("r", 1)
+    prompt = array("I", request.prompt_token_ids or [])
+    plain = calls_of(lambda: encode_add(1, request, prompt))
+    request.prompt_embeds = np.zeros(30_000, np.float32)
+    assert calls_of(lambda: encode_add(1, request, prompt)) - plain <= 24
+    frame = encode_add(1, request, prompt)
+    assert calls_of(lambda: decode_add(frame)) <= 30
+
+
+@pytest.mark.parametrize(("buffers", "limit"), [(0, 28), (1, 95)])
+def test_a_frame_costs_little_to_send_and_to_receive(buffers: int, limit: int) -> None:
+    """One system call each, and few steps around them, also where a buffer is placed in shared memory."""
+    left, right = socket.socketpair()
+    fd = create_memory("test")
+    writer, reader = ArenaWriter(os.dup(fd), limit=1 << 30), ArenaReader(fd)
+    sender = Channel(left.detach(), name="right", writer=writer, threshold=65536)
+    receiver = Channel(right.detach(), name="left", reader=reader)
+    frame = Frame(Kind.UTILITY, 0, 1, b"header", [memoryview(bytes(100_000))] * buffers)
+    try:
+        for _ in range(2):  # the first one makes memory
+            costs = calls_of(lambda: sender.send(frame)), calls_of(receiver.receive)
+            gc.collect()
+    finally:
+        for made in (sender, receiver, writer, reader):
+            made.close()
+    assert max(costs) <= limit, costs
 
 
 @pytest.mark.parametrize("running", [1, 64])

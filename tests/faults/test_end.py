@@ -808,7 +808,7 @@ def test_bc40_in_an_event_loop(ranks: int) -> None:
         waiting = [
             client.get_output_async(),
             client.call_utility_async("deferred"),
-            *(stream.next() for _ in range(20)),
+            *(stream.next() for _ in range(200)),
         ]
         return await asyncio.gather(*waiting, return_exceptions=True)
 
