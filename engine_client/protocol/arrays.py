@@ -202,6 +202,8 @@ def _writable(data: bytes | memoryview) -> Any:
 
 
 REBUILD: Final[dict[str, Callable[..., Any]]] = {
-    function.__name__: function for function in (rebuild_memoryview, rebuild_ndarray, rebuild_tensor)
+    function.__name__: function
+    for function in (rebuild_memoryview, rebuild_exotic_memoryview, rebuild_ndarray, rebuild_tensor)
 }
-"""What makes an array of its memory, and of what else is known of it, by the name that a row has for it."""
+"""What makes an array of its memory, the first argument, and of what else is known of it, by the name that a row has.
+All that begin so; what makes an ``array`` begins with its type, and copies anyway."""
