@@ -95,6 +95,12 @@ class Reply:
         if self.done():
             self._run_callbacks()
 
+    def add_waiter(self, wake: Callable[[Reply], object]) -> None:
+        """Have ``wake(reply)`` called at its end, before the callbacks, which may take long."""
+        self._callbacks.appendleft(wake)
+        if self.done():
+            self._run_callbacks()
+
     def _run_callbacks(self) -> None:
         while self._callbacks:
             try:

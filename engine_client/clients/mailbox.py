@@ -147,7 +147,7 @@ class Mailboxes:
         """Wait for the end of a reply, at most ``timeout`` seconds; return whether it has ended."""
         if not reply.done():
             future = self.future()
-            reply.add_done_callback(self.waker(future))
+            reply.add_waiter(self.waker(future))
             await self.sleep(future, timeout)
         return reply.done()
 

@@ -71,6 +71,16 @@ def test_callbacks_are_called_once_each_and_may_fail(caplog: pytest.LogCaptureFi
     assert "not for you" in caplog.text
 
 
+def test_who_waits_is_told_before_callbacks_that_were_there_before() -> None:
+    """A callback may take long; whoever waits for the same reply is not held up by it."""
+    reply, seen = Reply(), []
+    reply.add_done_callback(lambda _: seen.append("callback"))
+    reply.add_waiter(lambda _: seen.append("waiter"))
+    reply.set_result(1)
+    reply.add_waiter(lambda _: seen.append("late"))
+    assert seen == ["waiter", "callback", "late"]
+
+
 def test_an_interrupt_of_whoever_waits_leaves_the_reply_to_be_set() -> None:
     """Wherever it comes: the thread that ends the call is not held up, and a second wait gets the result."""
     reply = Reply()

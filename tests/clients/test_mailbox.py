@@ -50,6 +50,28 @@ def test_a_burst_wakes_a_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
     run(main())
 
 
+def test_a_slow_callback_of_a_reply_holds_up_nobody_who_waits_for_it() -> None:
+    """Also where it was added before the wait began: it runs on the reader's thread, which tells the loop first."""
+    go_on = threading.Event()
+
+    async def main() -> None:
+        reply = Reply()
+        reply.add_done_callback(lambda _: go_on.wait(DEADLOCK))
+        waiting = asyncio.ensure_future(boxes.wait(reply))
+        await asyncio.sleep(0)
+        ending = threading.Thread(target=reply.set_result, args=(1,))
+        ending.start()
+        try:
+            assert await asyncio.wait_for(waiting, DEADLOCK / 2)
+            assert ending.is_alive()
+        finally:
+            go_on.set()
+            ending.join(DEADLOCK)
+
+    boxes = Mailboxes()
+    run(main())
+
+
 def test_posts_of_many_threads_all_arrive() -> None:
     """Whoever posts while the loop delivers is not forgotten."""
 
