@@ -8,6 +8,7 @@ Threads: none yet.
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import signal
@@ -15,11 +16,18 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 from engine_client.ipc.engine_fds import EngineFds
 
-__all__ = ["begin", "main", "resolve", "secure_signals", "secure_std_fds"]
+__all__ = ["NEW_OBJECTS", "begin", "main", "resolve", "secure_signals", "secure_std_fds", "spare_collections"]
+
+NEW_OBJECTS: Final = 20_000
+"""How many objects an engine makes before Python looks for garbage cycles among them.
+
+More than those of a step of 4,096 requests, which are gone when it is over.  With Python's own 700, a step of 1,024 was
+searched through seven times.
+"""
 
 
 def main() -> None:
@@ -39,6 +47,7 @@ def begin(fds: EngineFds) -> None:
         os.set_inheritable(fd, False)
     secure_std_fds()
     secure_signals()
+    spare_collections()
 
 
 def resolve(entry: str) -> Callable[[EngineFds, int], Any]:
@@ -46,6 +55,13 @@ def resolve(entry: str) -> Callable[[EngineFds, int], Any]:
     module, _, function = entry.partition(":")
     found: Callable[[EngineFds, int], Any] = getattr(import_module(module), function)
     return found
+
+
+def spare_collections() -> None:
+    """Have Python look for garbage cycles less often, unless the host has it do so even less; see ``NEW_OBJECTS``."""
+    first, *others = gc.get_threshold()
+    if 0 < first < NEW_OBJECTS:
+        gc.set_threshold(NEW_OBJECTS, *others)
 
 
 def secure_std_fds() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from engine_client.ipc import boot
 from engine_client.ipc.launcher import ENTRY, PACKAGE_PARENT
+from helpers.clients import scripted_client
 from helpers.launched import Ends
 from helpers.procs import run_script
 
@@ -117,3 +119,32 @@ def test_lines_appear_when_they_are_printed():
         os._exit(0)
         """
     assert run_script(code, env={"PYTHONUNBUFFERED": None}).check().stdout == "seen\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((700, 10, 10), (boot.NEW_OBJECTS, 10, 10)), ((0, 10, 10), (0, 10, 10)), ((10**6, 5, 5), (10**6, 5, 5))],
+)
+def test_garbage_is_looked_for_less_often(before, after):
+    """Where Python's own threshold stands; a host that has it look less often, or never, knows what it does."""
+    code = f"""
+        import gc
+        from engine_client.ipc import boot
+        gc.set_threshold(*{before})
+        boot.spare_collections()
+        print(gc.get_threshold() == {after}, gc.isenabled())
+        """
+    assert run_script(code).check().stdout == "True True\n"
+
+
+def test_the_collector_of_a_client_is_left_alone():
+    """Only an engine's process is set up: who imports the package, and has a client, keeps what they had."""
+    before = gc.get_threshold(), gc.get_freeze_count(), gc.isenabled()
+    with scripted_client() as client:
+        assert client.collective_rpc(thresholds) == [boot.NEW_OBJECTS]
+    assert (gc.get_threshold(), gc.get_freeze_count(), gc.isenabled()) == before
+
+
+def thresholds(worker):
+    """Return after how many new objects an engine's collector looks."""
+    return gc.get_threshold()[0]
