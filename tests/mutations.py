@@ -111,6 +111,20 @@ MUTATIONS: Final = (
         "tests/clients/test_calls.py::test_the_calls_to_one_engine_fail_alone",
     ),
     Mutation(
+        "callbacks before those who wait",
+        "clients/calls.py",
+        "self._callbacks.appendleft(wake)",
+        "self._callbacks.append(wake)",
+        "tests/clients/test_mailbox.py::test_a_slow_callback_of_a_reply_holds_up_nobody_who_waits_for_it",
+    ),
+    Mutation(
+        "the host's garbage in a forked engine",
+        "ipc/boot.py",
+        "    gc.freeze()\n",
+        "    gc.collect()\n",
+        "tests/ipc/test_boot.py::test_garbage_of_the_host_is_finalized_by_the_host_alone",
+    ),
+    Mutation(
         "one error for all waiters",
         "clients/calls.py",
         "            reply.set_exception(make_error())",

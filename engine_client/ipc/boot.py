@@ -1,7 +1,7 @@
 """What runs first in an engine process: make an ordinary process of whatever the host left us, then call the entry.
 
 A host may have closed descriptors 0 to 2, blocked signals in the launching thread, or ignored SIGCHLD; all of that
-is inherited and would trip the engine, its executor, or libraries that they load.
+is inherited and would trip the engine, its executor, or libraries that they load.  So is its garbage, after a fork.
 
 Threads: none yet.
 """
@@ -58,7 +58,11 @@ def resolve(entry: str) -> Callable[[EngineFds, int], Any]:
 
 
 def spare_collections() -> None:
-    """Have Python look for garbage cycles less often, unless the host has it do so even less; see ``NEW_OBJECTS``."""
+    """Have Python look for garbage cycles less often, unless the host has it do so even less; see ``NEW_OBJECTS``.
+
+    What is there already is left out: after a fork it is the host's, which finalizes its garbage itself, and only once.
+    """
+    gc.freeze()
     first, *others = gc.get_threshold()
     if 0 < first < NEW_OBJECTS:
         gc.set_threshold(NEW_OBJECTS, *others)

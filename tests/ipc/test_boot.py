@@ -18,7 +18,8 @@ from helpers.procs import run_script
 
 @pytest.fixture
 def handlers():
-    """Put signal handlers and the mask back after a test."""
+    """Put signal handlers, the mask, and the collector's settings back after a test."""
+    threshold = gc.get_threshold()
     kept = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
@@ -26,6 +27,8 @@ def handlers():
         if signal.getsignal(signum) is not handler:
             signal.signal(signum, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    gc.set_threshold(*threshold)
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("closed", [(), (0,), (1, 2), (0, 1, 2)])
@@ -137,14 +140,48 @@ def test_garbage_is_looked_for_less_often(before, after):
     assert run_script(code).check().stdout == "True True\n"
 
 
-def test_the_collector_of_a_client_is_left_alone():
-    """Only an engine's process is set up: who imports the package, and has a client, keeps what they had."""
-    before = gc.get_threshold(), gc.get_freeze_count(), gc.isenabled()
+def test_an_engine_looks_less_often():
+    """Its process is set up so; that of the client is its host's."""
     with scripted_client() as client:
         assert client.collective_rpc(thresholds) == [boot.NEW_OBJECTS]
-    assert (gc.get_threshold(), gc.get_freeze_count(), gc.isenabled()) == before
+    assert gc.get_threshold()[0] < boot.NEW_OBJECTS
 
 
 def thresholds(worker):
     """Return after how many new objects an engine's collector looks."""
     return gc.get_threshold()[0]
+
+
+class Garbage:
+    """A cycle, with a finalizer that does something outside of the process."""
+
+    def __init__(self, path):
+        self.path = path
+        self.me = self
+
+    def __del__(self):
+        with open(self.path, "a", encoding="ascii") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:start method 'fork' in a process with other threads")
+def test_garbage_of_the_host_is_finalized_by_the_host_alone(tmp_path):
+    """A forked engine has a copy of it, and collects its own garbage only."""
+    path = tmp_path / "finalized"
+    gc.collect()
+    gc.disable()  # until the engine has its copy
+    try:
+        Garbage(path)
+        with scripted_client(start_method="fork") as client:
+            client.collective_rpc(collect_garbage)
+            assert not path.exists()
+    finally:
+        gc.enable()
+    gc.collect()
+    assert path.read_text() == f"{os.getpid()}\n"
+
+
+def collect_garbage(worker):
+    """Look for garbage in an engine."""
+    gc.collect()
