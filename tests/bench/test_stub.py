@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from engine_client import FinishReason
 from engine_client.bench.ours import Ours
@@ -79,5 +78,5 @@ def test_memory_where_the_system_does_not_tell(monkeypatch):
     def refuse(*args, **kwargs):
         raise FileNotFoundError("/proc")
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr("builtins.open", refuse)
     assert resident_bytes() == 0
