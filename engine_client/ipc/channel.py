@@ -28,17 +28,20 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import Final, Union
 
 from engine_client.errors import RemoteProtocolError
 from engine_client.interfaces import Buffer
 from engine_client.ipc.arena import ArenaReader, ArenaWriter
-from engine_client.ipc.incoming import resolve
+from engine_client.ipc.incoming import Placed, fill, resolve
 from engine_client.ipc.outgoing import Backlog, Outgoing
 from engine_client.protocol.frames import RESTRICTED, Frame, Kind, RawFrame, Segment
 from engine_client.protocol.framing import READ_SIZE, FrameReader, pack_prefix, take_small
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "Item"]
+
+Item = Union[bytes, Frame, Placed]
+"""What a borrower has read: bytes, and what was found in them."""
 
 _JOIN_BELOW: Final = 16 * 1024
 """A header this small is joined with the prefix: one copy is cheaper than one more entry in the system call."""
@@ -97,7 +100,7 @@ class Channel:
         self._revoked: deque[list[Segment]] = deque()  # of frames whose sending an interrupt has ended
         # -- reading thread only --
         self._reader = FrameReader()
-        self.ahead: list[bytes | Frame] = []  # what a borrower has read, and not taken; see ``Loan``
+        self.ahead: list[Item] = []  # what a borrower has read, and not taken; see ``Loan``
         # -- guarded by _lock --
         self._lock = threading.RLock()
         self._flushing = False
@@ -333,9 +336,15 @@ class Channel:
         ahead, self.ahead = self.ahead, []
         frames: list[Frame] = []
         try:
-            for item in ahead:
-                self.received += 0 if isinstance(item, Frame) else len(item)
-                frames += [item] if isinstance(item, Frame) else self._accept(self._reader.feed(item))
+            while ahead:  # emptied, since the loan has this list, too
+                item = ahead.pop(0)
+                if isinstance(item, bytes):
+                    self.received += len(item)
+                    frames += self._accept(self._reader.feed(item))
+                elif isinstance(item, Placed):
+                    frames.append(resolve(item.raw, self._arena_reader, self.name, item.leased))
+                else:
+                    frames.append(item)
         except RemoteProtocolError as error:
             self._break(error)
         return frames
@@ -343,6 +352,10 @@ class Channel:
     def can_be_lent(self) -> bool:
         """Tell whether somebody else may read what comes next: it begins with a frame, and nothing waits to be sent."""
         return not (self.ended or self._reader.in_frame or self.waiting or self.is_watched or self._fd < 0)
+
+    def lease(self, placed: Placed) -> None:
+        """Lease the buffers of a frame that a borrower has read, as ``incoming.fill`` does."""
+        fill(placed.leased, placed.raw, self._arena_reader, self.name)
 
     def recv(self) -> Callable[[int], bytes]:
         """Return what reads bytes: C code that does not wait."""

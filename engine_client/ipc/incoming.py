@@ -6,32 +6,37 @@ Threads: as the channel that receives them.
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import NamedTuple
 
 from engine_client.errors import RemoteProtocolError
 from engine_client.ipc.arena import ArenaReader
-from engine_client.protocol.frames import Frame, RawFrame, Segment
+from engine_client.protocol.frames import Frame, RawFrame
 
-__all__ = ["resolve"]
+__all__ = ["Placed", "fill", "resolve"]
 
 
-def resolve(raw: RawFrame, arena: ArenaReader | None, name: str) -> Frame:
+class Placed(NamedTuple):
+    """A frame whose buffers all lie in an arena, and those that were leased so far."""
+
+    raw: RawFrame
+    leased: list[memoryview]
+
+
+def resolve(raw: RawFrame, arena: ArenaReader | None, name: str, leased: list[memoryview] | None = None) -> Frame:
     """Turn offsets into views; all leases of a frame are taken, or none is kept.
 
     Args:
         raw: the frame.
         arena: where its segments lie; None if there is no shared memory.
         name: of the channel, for messages.
+        leased: what ``fill`` has leased of this frame.
 
     Returns:
         The frame; with ``error``, and without buffers, if a segment cannot be mapped.
     """
-    inline = iter(raw.inline)
-    buffers: list[memoryview] = []
+    buffers: list[memoryview] = [] if leased is None else leased
     try:
-        for segment in raw.segments:
-            # No comprehension, because what was leased before a failure must be known; and no variable either, which
-            # would keep the last one for as long as somebody keeps the error.
-            buffers.append(next(inline) if segment.offset < 0 else _lease(segment, arena, name))  # noqa: PERF401 (see above)
+        fill(buffers, raw, arena, name)
     except (RemoteProtocolError, OSError, MemoryError) as error:
         if arena is not None:
             for segment in raw.segments[len(buffers) :]:
@@ -45,7 +50,20 @@ def resolve(raw: RawFrame, arena: ArenaReader | None, name: str) -> Frame:
     return Frame(raw.kind, raw.flags, raw.ref, raw.header, buffers)
 
 
-def _lease(segment: Segment, arena: ArenaReader | None, name: str) -> memoryview:
-    if arena is None:
-        raise RemoteProtocolError(f"{name}: a buffer in shared memory, but there is none")
-    return arena.lease(segment)
+def fill(buffers: list[memoryview], raw: RawFrame, arena: ArenaReader | None, name: str) -> None:
+    """Append the buffers of a frame to those that are there already.
+
+    What ends it leaves what was leased in the list, which keeps the error, and no variable does.  Where all buffers lie
+    in the arena it can then go on, or in another thread meanwhile: each is leased once.
+
+    Raises:
+        RemoteProtocolError, OSError, MemoryError: as ``ArenaReader.lease``.
+    """
+    inline = iter(raw.inline)
+    for index, segment in enumerate(raw.segments):
+        if segment.offset < 0:
+            buffers.append(next(inline))
+        elif arena is None:
+            raise RemoteProtocolError(f"{name}: a buffer in shared memory, but there is none")
+        else:
+            arena.lease_into(buffers, index, segment)

@@ -13,7 +13,8 @@ minutes, or gone.  Therefore everything that counts is one C call each, and happ
     sizes  = [65536]   ahead.extend(map(recv, sizes))              read
     permit = [ahead]   list.extend(map(list.pop, permit, (0,)))    take
 
-``end`` empties both lists, and then waits until nobody is inside of the one function that reads, which never blocks.
+Buffers in shared memory are leased into a list of their frame while that is still ``ahead``, and each once, so that the
+reader goes on where a borrower has stopped.  ``end`` empties both lists, and then waits until nobody is inside of the one function that reads, which never blocks.
 
 Invariants: I1 (one reader at a time, since nobody else can begin to read once ``end`` has emptied the lists).
 
@@ -27,10 +28,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
-from engine_client.ipc.channel import Channel
-from engine_client.protocol.frames import RESTRICTED, Frame
+from engine_client.ipc.channel import Channel, Item
+from engine_client.ipc.incoming import Placed
+from engine_client.protocol.frames import RESTRICTED, Frame, RawFrame
 from engine_client.protocol.framing import READ_SIZE, take_small
 
 __all__ = ["Loan", "can_lend"]
@@ -57,7 +60,7 @@ class Loan:
         self.channel = channel
         self._sizes: list[int] = []
         self._ahead = channel.ahead
-        self._permit: list[list[bytes | Frame]] = [self._ahead]
+        self._permit: list[list[Item]] = [self._ahead]
         self._borrower: dict[int, list[int]] = {}  # at 0: a list of its own with the number of its thread
         self._recv = channel.recv()
         self._poller = select.poll()
@@ -81,24 +84,52 @@ class Loan:
         """Return the frame that comes next, and stays that until it is taken; poll for it for so many seconds.
 
         Returns:
-            None: nothing has come, or what has come is no whole small frame, or the loan is over.
+            None: nothing has come, or no whole small frame, or one whose buffers cannot be had, or the loan is over.
         """
         if not self._ahead:
             _read(self._poller.poll, self._recv, self._sizes, self._permit, self._ahead, time.monotonic() + seconds)
             self._reads += 1
-        first = next(iter(self._ahead), None)
-        return self._split(first) if isinstance(first, bytes) else first
+        first: Item | None = next(iter(self._ahead), None)
+        if isinstance(first, bytes):
+            first = self._split(first)
+        return self._resolve(first) if isinstance(first, Placed) else first
 
-    def _split(self, data: bytes) -> Frame | None:
+    def _split(self, data: bytes) -> Frame | Placed | None:
         """Have frames stand in the place of the bytes that they came in; return the first."""
-        frames: list[Frame] = []
-        end = take_small(data, 0, len(data), frames.append)
+        found: list[Frame | RawFrame] = []
+        end = take_small(data, 0, len(data), found.append, add_placed=found.append)
         if self.channel.is_restricted:  # as ``Channel.receive`` marks them
-            frames = [frame._replace(flags=frame.flags | RESTRICTED) for frame in frames]
+            found = [frame._replace(flags=frame.flags | RESTRICTED) for frame in found]
+        frames = [Placed(frame, []) if isinstance(frame, RawFrame) else frame for frame in found]
         rest = [data[end:]] if end < len(data) else []
+        return frames[0] if self._replace_first([*frames, *rest]) and frames else None
+
+    def _resolve(self, placed: Placed) -> Frame | None:
+        """Have a frame with its buffers stand in the place of one without; None if they cannot be had: see the reader.
+
+        Until then what was leased belongs to the frame that has none, so that nothing is lost with this call.
+        """
+        try:
+            self.channel.lease(placed)
+        except Exception:
+            if self._can_be_leased(placed):
+                raise  # this came from a signal handler
+            return None
+        kind, flags, ref, header, *_ = placed.raw
+        frame = Frame(kind, flags, ref, header, placed.leased)
+        return frame if self._replace_first([frame]) else None
+
+    def _can_be_leased(self, placed: Placed) -> bool:
+        with suppress(Exception):
+            self.channel.lease(placed)
+            return True
+        return False
+
+    def _replace_first(self, items: list[Item]) -> bool:
+        """Put these in the place of the first item, by one C call; return False if the loan is over."""
         done: list[None] = []
-        done.extend(map(_set_items, self._permit, (_FIRST,), ([*frames, *rest],)))
-        return frames[0] if frames and done else None
+        done.extend(map(_set_items, self._permit, (_FIRST,), (items,)))
+        return bool(done)
 
     def take(self, taken: list[Any]) -> bool:
         """Move the next frame into an empty list; return False if the loan is over: then the reader has it."""
@@ -125,8 +156,8 @@ class Loan:
 
     def _is_reading(self) -> bool:
         for me in list(self._borrower.values()):
-            frame = sys._current_frames().get(me[0])  # noqa: SLF001  # there is no other way to ask
-            if frame is not None and frame.f_code is _read.__code__:
+            # There is no other way to ask; in a variable the frame of this thread itself would be a cycle.
+            if getattr(sys._current_frames().get(me[0]), "f_code", None) is _read.__code__:  # noqa: SLF001
                 return True
         return False
 
@@ -135,8 +166,8 @@ def _read(  # all that it uses: it calls nothing of Python's
     poll: Callable[[float], Sequence[object]],
     recv: Callable[[int], bytes],
     sizes: list[int],
-    permit: list[list[bytes | Frame]],
-    ahead: list[bytes | Frame],
+    permit: list[list[Item]],
+    ahead: list[Item],
     until: float,
 ) -> None:
     """Poll for bytes, and read them: the one function that does, see ``Loan.end``."""
