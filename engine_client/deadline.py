@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Final
 
-__all__ = ["Deadline", "check_timeout"]
+__all__ = ["NEVER", "Deadline", "check_timeout"]
 
 
 def check_timeout(timeout: float | None, name: str = "timeout") -> float | None:
@@ -51,7 +52,13 @@ class Deadline:
 
     def capped(self, seconds: float) -> float:
         """Return ``seconds``, or what is left if that is less."""
+        if self.timeout is None:
+            return seconds
         return min(seconds, max(0.0, self.at - time.monotonic()))
 
     def __repr__(self) -> str:
         return f"Deadline(remaining={self.remaining()})"
+
+
+NEVER: Final = Deadline(None)
+"""For whoever waits without a limit."""

@@ -16,7 +16,7 @@ client is made inside or outside of one, and outlives it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -78,9 +78,9 @@ class AsyncMPClient(AsyncUtilities, MPClient):
         self.client_index = client_index
         self._mailboxes = Mailboxes()
         super().__init__(True, vllm_config, executor_class, log_stats, client_addresses, options=options)
-        session, mailboxes = self._session, self._mailboxes
         # No loop says when it is closed; what was asked for in one must not reach the next.
-        session.look_around = lambda: session.abort_of(mailboxes.take_closed())
+        self._look_around = partial(_take_back, self._session.abort_of, self._mailboxes)
+        self._session.look_around = self._look_around
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Send a request; its buffers may be changed as soon as this returns.
@@ -100,7 +100,7 @@ class AsyncMPClient(AsyncUtilities, MPClient):
         prompt = session.check(request)
         key = session.in_flight.new_key() if key is None else key
         frame = session.encode(key, request, prompt)
-        session.look_around()
+        self._look_around()
         if queue is None:  # a stream does when it waits for its first output
             await self._mailboxes.take_turns(together=True)
         while True:
@@ -150,7 +150,7 @@ class AsyncMPClient(AsyncUtilities, MPClient):
         """
         deadline = Deadline(check_timeout(timeout))
         self._session.refuse_copies()
-        self._session.look_around()
+        self._look_around()
         self._session.consumes()
         if not self._session.outputs.has_news:
             self._session.expect()
@@ -271,3 +271,8 @@ class AsyncMPClient(AsyncUtilities, MPClient):
     async def _on_a_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Return ``function(*args)``, which would hold up the loop; the thread is the loop's own."""
         return await self._mailboxes.sleep(asyncio.get_running_loop().run_in_executor(None, function, *args))
+
+
+def _take_back(abort_of: Callable[[Iterable[Hashable]], None], mailboxes: Mailboxes) -> None:
+    """Take back what event loops had under way that are closed; the reader does it, and must not keep a client."""
+    abort_of(mailboxes.take_closed())

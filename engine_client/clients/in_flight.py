@@ -142,7 +142,7 @@ class InFlight:
         owner = threading.get_ident() if owner is None else owner  # not below, where an interrupt would leave it out
         with self._lock:
             if self._finished:
-                self._settle()
+                self._settle_locked()
             if self._keys.get(request_id) in self._ids:
                 raise ValueError(f"request {request_id!r:.100} is already running: choose another id or abort it first")
             self._ids[key] = request_id
@@ -233,7 +233,7 @@ class InFlight:
             self._settle()
         outputs, finished = outputs_from(columns, self._ids)
         if finished:
-            self.notice_ends()
+            self._unnoticed = {}  # as ``notice_ends``
             self._finished.update(finished)
         return outputs
 

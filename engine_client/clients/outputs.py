@@ -75,7 +75,8 @@ class OutputQueue:
     def put(self, columns: Columns) -> None:
         """Append a batch."""
         self.queue.put(columns)
-        self.tell_listeners()
+        if self._listeners:
+            self.tell_listeners()
 
     def listen(self, listener: Callable[[], bool]) -> None:
         """Have this called at each news, on the thread that brings it, until ``unlisten``, or until it returns False.
@@ -126,7 +127,7 @@ class OutputQueue:
             BaseException: what ``end`` was given.
         """
         while True:
-            outputs = None if self.has_news else read()
+            outputs = None if self.unread or not self.queue.empty() else read()
             if outputs is None:
                 outputs = self.turn(self.take(deadline, taken))
             if outputs is not None:
@@ -134,7 +135,9 @@ class OutputQueue:
 
     def turn(self, columns: Columns) -> EngineCoreOutputs | None:
         """Turn a batch into outputs; None if it has none any more, and no statistics."""
-        columns, failed = with_values(columns)
+        failed: list[int] = []
+        if columns.rest is not None:
+            columns, failed = with_values(columns)
         outputs = self._table.outputs(columns)
         if failed:
             self._on_lost(columns, failed)

@@ -31,10 +31,10 @@ class Room:
     def __init__(self, high_water: int, must_not_wait: Callable[[], bool]) -> None:
         self._high_water = high_water
         self._must_not_wait = must_not_wait
-        self._waiters: set[Callable[[], object]] = set()  # changed by one C call at a time
+        self.waiters: set[Callable[[], object]] = set()  # changed by one C call at a time; for others to look at only
 
     def __len__(self) -> int:
-        return len(self._waiters)
+        return len(self.waiters)
 
     def __repr__(self) -> str:
         return f"<Room {len(self)} waiting>"
@@ -45,15 +45,15 @@ class Room:
 
     def join(self, waiter: Callable[[], object]) -> None:
         """Have this called whenever there may be room, until ``leave``."""
-        self._waiters.add(waiter)
+        self.waiters.add(waiter)
 
     def leave(self, waiter: Callable[[], object]) -> None:
         """Take a waiter away; unknown ones are ignored."""
-        self._waiters.discard(waiter)
+        self.waiters.discard(waiter)
 
     def wake(self) -> None:
         """Have all who wait look again."""
-        for waiter in list(self._waiters):
+        for waiter in list(self.waiters):
             waiter()
 
     def wait(self, link: EngineLink, deadline: Deadline) -> None:
@@ -67,10 +67,10 @@ class Room:
         news: SimpleQueue[None] = SimpleQueue()  # an Event would not survive every interrupt, and this keeps all news
         waiter = partial(news.put, None)
         try:
-            self._waiters.add(waiter)
+            self.waiters.add(waiter)
             self._sleep(link, news, deadline)
         finally:
-            self._waiters.discard(waiter)  # one C call, so that no interrupt comes before it
+            self.waiters.discard(waiter)  # one C call, so that no interrupt comes before it
 
     def _sleep(self, link: EngineLink, news: SimpleQueue[None], deadline: Deadline) -> None:
         """Sleep until there is room; see ``Channel._drain_locked`` for why the loop stands apart."""

@@ -32,38 +32,38 @@ class StreamTable:
     """The streams of one client, by the keys of their requests."""
 
     def __init__(self) -> None:
-        self._queues: dict[int, OutputQueue] = {}
+        self.queues: dict[int, OutputQueue] = {}  # for others to look at only
         self._make_error: Callable[[], BaseException] | None = None
 
     def __len__(self) -> int:
-        return len(self._queues)
+        return len(self.queues)
 
     def __repr__(self) -> str:
         return f"<StreamTable {len(self)} streams>"
 
     def __contains__(self, key: int) -> bool:
-        return key in self._queues
+        return key in self.queues
 
     def add(self, key: int, queue: OutputQueue) -> None:
         """Have the outputs of a request go to this queue."""
-        self._queues[key] = queue
+        self.queues[key] = queue
         if self._make_error is not None:  # the end came in between
             queue.end(self._make_error)
 
     def discard(self, key: int) -> None:
         """Forget a stream; unknown ones are ignored."""
-        self._queues.pop(key, None)
+        self.queues.pop(key, None)
 
     def stop(self, key: int) -> None:
         """End a stream whose request is aborted, whoever waits in it; unknown ones are ignored."""
-        queue = self._queues.get(key)
+        queue = self.queues.get(key)
         if queue is not None:
             queue.end(StreamOverError)  # before it is forgotten: what an interrupt keeps from it is done again
         self.discard(key)
 
     def sort(self, columns: Columns) -> Columns:
         """Give the streams their rows; return what is left of the batch."""
-        queues = self._queues
+        queues = self.queues
         rows = [row for row, key in enumerate(columns.keys) if key in queues] if queues else []
         if not rows:
             return columns
@@ -78,7 +78,7 @@ class StreamTable:
         """End the streams of some requests with an error each; return the keys that have none."""
         others = []
         for key in keys:
-            queue = self._queues.get(key)
+            queue = self.queues.get(key)
             if queue is None:
                 others.append(key)
             else:
@@ -88,7 +88,7 @@ class StreamTable:
     def end(self, make_error: Callable[[], BaseException], *, wake: bool = True) -> None:
         """End all streams, with an error each, once what was put is read."""
         self._make_error = make_error
-        for queue in list(self._queues.values()):
+        for queue in list(self.queues.values()):
             queue.end(make_error, wake=wake)
 
 

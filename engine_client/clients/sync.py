@@ -95,7 +95,7 @@ class SyncMPClient(SyncUtilities, MPClient):
         taken: list[Any] = []
         try:
             begun = self._begin()
-            outputs = self._session.get(check_timeout(timeout), taken)
+            outputs = self._session.get(None if timeout is None else check_timeout(timeout), taken)
             self._end(begun)
             return outputs  # noqa: TRY300  # not behind the try: an interrupt that comes meanwhile is one of this call
         except Exception:

@@ -16,6 +16,7 @@ Threads: every method from any thread.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,7 +25,7 @@ from typing import Any
 
 from engine_client.clients.link import EngineLink
 from engine_client.clients.traffic import Traffic
-from engine_client.deadline import Deadline
+from engine_client.deadline import NEVER, Deadline
 from engine_client.ipc.loan import Loan
 from engine_client.messages import EngineCoreOutputs
 from engine_client.protocol.batch import Columns, decode_columns
@@ -49,10 +50,11 @@ class Taking(Traffic):
             TimeoutError: nothing came within ``timeout`` seconds.
             EngineDeadError: the engine is dead and everything it sent was delivered.
         """
-        self.refuse_copies()
-        self.refuse_to_wait_for_myself()
+        if self.owner_pid != os.getpid() or self._reader.is_current():
+            self.refuse_copies()
+            self.refuse_to_wait_for_myself()
         self.consumes()
-        deadline = Deadline(timeout)
+        deadline = NEVER if timeout is None else Deadline(timeout)
         taken = [] if taken is None else taken
         return self.outputs.get(deadline, taken, partial(self._read_outputs, deadline, taken))
 
@@ -79,13 +81,13 @@ class Taking(Traffic):
     def _read_outputs(self, deadline: Deadline, taken: list[Any]) -> EngineCoreOutputs | None:
         """Read the next outputs if the reader has lent the channel, and they come soon."""
         taken.clear()  # of what had no outputs
-        loan = self.expect_or_read(can_read=not self.streams)
+        loan = self.expect_or_read(can_read=not self.streams.queues)
         if loan is None:
             return None
 
         def take(link: EngineLink, frame: Frame) -> bool:
             # Meanwhile there may be a stream, and the reader may have delivered what was before this.
-            if frame.kind != _OUTPUTS or self.streams or self.outputs.has_news:
+            if frame.kind != _OUTPUTS or self.streams.queues or self.outputs.has_news:
                 return False
             columns = _decode(frame)
             if columns is None or not loan.take(taken):

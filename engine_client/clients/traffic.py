@@ -76,7 +76,7 @@ class Traffic:
         self.past: dict[int, Ending] = {}  # as ``deaths``, and stays there when the rank is back
         self.room = Room(options.high_water, lambda: self._ending is not None or self._reader.is_current())
         self.aborts = Aborts(self.in_flight, self.streams, self._send_aborts)
-        self.look_around: Callable[[], None] = lambda: None  # called at each batch: who of those who wait is gone?
+        self.look_around: Callable[[], None] | None = None  # called at each batch: who of those who wait is gone?
         self._consumer = 0  # the thread that last asked for outputs
         self._is_fresh = False  # of the last request that was sent nothing has come yet
         self._logged: set[str] = set()  # kinds of strange things that were logged once
@@ -96,7 +96,8 @@ class Traffic:
             EngineDeadError: the engine is dead; ClosedError: the client is closed.
             ForeignProcessError: this is a forked copy of the client's process.
         """
-        self.refuse_copies()
+        if self.owner_pid != os.getpid():
+            self.refuse_copies()
         if self._ending is not None:
             raise self._ending.error()
         if self._closing:
@@ -274,9 +275,9 @@ class Traffic:
 
     def expect_or_read(self, *, can_read: bool) -> Loan | None:
         """Note that the calling thread is about to wait for what an engine sends; return what it shall read itself."""
-        under_way = len(self.in_flight) + len(self.calls)
+        under_way = len(self.in_flight) + len(self.calls.replies)
         # Where more is under way, what comes next is seldom that answer, and threads that poll hold up those that work.
-        is_answer = under_way == 1 and bool(self._is_fresh or self.calls)
+        is_answer = under_way == 1 and bool(self._is_fresh or self.calls.replies)
         return self._reader.expect(is_answer=is_answer, can_read=can_read) if under_way else None
 
     def refuse_to_wait_for_myself(self) -> None:
@@ -290,7 +291,7 @@ class Traffic:
 
     def wait_for_room(self, link: EngineLink, deadline: Deadline | None = None) -> None:
         """Wait while more than the high-water mark is queued; death and close end the wait."""
-        if not self.room.is_free(link):
+        if link.channel.waiting and not self.room.is_free(link):
             self.room.wait(link, deadline or Deadline(None))
             self.ensure_alive()
 
@@ -318,8 +319,10 @@ class Traffic:
 
     def _write(self, link: EngineLink, frame: Frame) -> None:
         try:
-            is_done = link.channel.send(frame)
-            (self.room.wake if is_done else self._reader.wakeup)()  # the reader does not see what room this has made
+            if not link.channel.send(frame):
+                self._reader.wakeup()
+            elif self.room.waiters:
+                self.room.wake()  # the reader does not see what room this has made
         except BrokenPipeError:
             raise LinkGoneError(link) from None
         except BaseException:
@@ -346,7 +349,7 @@ class Traffic:
 
     def is_awaited(self) -> bool:
         """Tell whether somebody may wait for what engines send: a call, a stream, or who has taken all outputs."""
-        return bool(self.calls.replies or self.streams) or not self.outputs.has_news
+        return bool(self.calls.replies or self.streams.queues) or not self.outputs.has_news
 
     def on_drained(self, rank: int) -> None:
         """Let those go on who waited for room."""
@@ -360,8 +363,9 @@ class Traffic:
         """
         columns = decode_columns(frame)
         self.note_outputs(link, columns)
-        columns = self.streams.sort(columns)
-        if columns.keys or self._consumer or not self.streams:  # statistics alone are kept if somebody takes outputs
+        streams = self.streams.queues
+        columns = self.streams.sort(columns) if streams else columns
+        if columns.keys or self._consumer or not streams:  # statistics alone are kept if somebody takes outputs
             self.outputs.put(columns)
 
     def note_outputs(self, link: EngineLink, columns: Columns) -> None:
@@ -370,9 +374,10 @@ class Traffic:
         link.meter.add(len(columns.tokens), columns.timestamp)
         if columns.strays:
             self._log_once("stray", "%s sent outputs nobody has asked for: %s", link.title, ", ".join(columns.strays))
-        self.look_around()
+        if self.look_around is not None:
+            self.look_around()
         if columns.finishes:
-            self.in_flight.arrived(columns.keys[row] for row, _, _ in columns.finishes)
+            self.in_flight.arrived([columns.keys[row] for row, _, _ in columns.finishes])
 
     def _on_lost(self, columns: Columns, keys: list[int]) -> None:
         """End, in the engine too, the requests of a batch whose values cannot be decoded; on a caller's thread."""

@@ -99,7 +99,7 @@ class Gate:
 
     def _watch(self, front_end: FrontEnd) -> None:
         channel = front_end.channel
-        wanted = channel.wants_write
+        wanted = bool(channel.waiting)
         if wanted != channel.is_watched:
             self._selector.modify(channel.fileno(), selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0))
             channel.is_watched = wanted

@@ -26,22 +26,19 @@ import _socket  # the half of socket that is needed here; the other one takes 10
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Final, Union
+from typing import Final
 
 from engine_client.errors import RemoteProtocolError
 from engine_client.interfaces import Buffer
 from engine_client.ipc.arena import ArenaReader, ArenaWriter
-from engine_client.ipc.incoming import Placed, fill, resolve
+from engine_client.ipc.incoming import Item, Placed, fill, resolve
 from engine_client.ipc.outgoing import Backlog, Outgoing
 from engine_client.protocol.frames import RESTRICTED, Frame, Kind, RawFrame, Segment
 from engine_client.protocol.framing import READ_SIZE, FrameReader, pack_prefix, take_small
 
-__all__ = ["Channel", "Item"]
-
-Item = Union[bytes, Frame, Placed]
-"""What a borrower has read: bytes, and what was found in them."""
+__all__ = ["Channel"]
 
 _JOIN_BELOW: Final = 16 * 1024
 """A header this small is joined with the prefix: one copy is cheaper than one more entry in the system call."""
@@ -105,7 +102,7 @@ class Channel:
         self._lock = threading.RLock()
         self._flushing = False
         self._backlog = Backlog()
-        self.waiting = self._backlog.frames  # empty when there is nothing to flush; for others to look at only
+        self.waiting = self._backlog.frames  # what ``flush`` has to write; for others to look at only
         self._broken: BaseException | None = None
 
     def __repr__(self) -> str:
@@ -126,11 +123,6 @@ class Channel:
     def backlog(self) -> int:
         """Return how many bytes wait to be written."""
         return self._backlog.nbytes if self.waiting else 0  # an interrupt may have left it counting what never came
-
-    @property
-    def wants_write(self) -> bool:
-        """Tell whether ``flush`` has anything to write."""
-        return bool(self.waiting)
 
     def send(self, frame: Frame) -> bool:
         """Send a frame: write what fits now and keep the rest for ``flush``.
@@ -325,7 +317,7 @@ class Channel:
         frames += self._accept(self._reader.advance(count)) if count else []
         return count, size
 
-    def _accept(self, arrived: list[Frame | RawFrame]) -> list[Frame]:
+    def _accept(self, arrived: Iterable[Frame | RawFrame | Placed]) -> list[Frame]:
         """Return what came, with its buffers."""
         if self._reader.broken:  # behind frames that were whole, in the same read: nothing more may ever come
             self._break(RemoteProtocolError(self._reader.broken))
@@ -338,13 +330,8 @@ class Channel:
         try:
             while ahead:  # emptied, since the loan has this list, too
                 item = ahead.pop(0)
-                if isinstance(item, bytes):
-                    self.received += len(item)
-                    frames += self._accept(self._reader.feed(item))
-                elif isinstance(item, Placed):
-                    frames.append(resolve(item.raw, self._arena_reader, self.name, item.leased))
-                else:
-                    frames.append(item)
+                self.received += len(item) if isinstance(item, bytes) else 0
+                frames += self._accept(self._reader.feed(item) if isinstance(item, bytes) else [item])
         except RemoteProtocolError as error:
             self._break(error)
         return frames

@@ -6,13 +6,13 @@ Threads: as the channel that receives them.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, Union
 
 from engine_client.errors import RemoteProtocolError
 from engine_client.ipc.arena import ArenaReader
 from engine_client.protocol.frames import Frame, RawFrame
 
-__all__ = ["Placed", "fill", "resolve"]
+__all__ = ["Item", "Placed", "fill", "resolve"]
 
 
 class Placed(NamedTuple):
@@ -22,19 +22,22 @@ class Placed(NamedTuple):
     leased: list[memoryview]
 
 
-def resolve(raw: RawFrame, arena: ArenaReader | None, name: str, leased: list[memoryview] | None = None) -> Frame:
+Item = Union[bytes, Frame, Placed]
+"""What the borrower of a channel has read: bytes, and what was found in them."""
+
+
+def resolve(found: RawFrame | Placed, arena: ArenaReader | None, name: str) -> Frame:
     """Turn offsets into views; all leases of a frame are taken, or none is kept.
 
     Args:
-        raw: the frame.
+        found: the frame; with what ``fill`` has leased of it, if it has.
         arena: where its segments lie; None if there is no shared memory.
         name: of the channel, for messages.
-        leased: what ``fill`` has leased of this frame.
 
     Returns:
         The frame; with ``error``, and without buffers, if a segment cannot be mapped.
     """
-    buffers: list[memoryview] = [] if leased is None else leased
+    raw, buffers = found if isinstance(found, Placed) else Placed(found, [])
     try:
         fill(buffers, raw, arena, name)
     except (RemoteProtocolError, OSError, MemoryError) as error:

@@ -14,7 +14,8 @@ minutes, or gone.  Therefore everything that counts is one C call each, and happ
     permit = [ahead]   list.extend(map(list.pop, permit, (0,)))    take
 
 Buffers in shared memory are leased into a list of their frame while that is still ``ahead``, and each once, so that the
-reader goes on where a borrower has stopped.  ``end`` empties both lists, and then waits until nobody is inside of the one function that reads, which never blocks.
+reader goes on where a borrower has stopped.  ``end`` empties both lists, and then waits until nobody is inside of the
+one function that reads, which never blocks.
 
 Invariants: I1 (one reader at a time, since nobody else can begin to read once ``end`` has emptied the lists).
 
@@ -31,9 +32,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from engine_client.ipc.channel import Channel, Item
-from engine_client.ipc.incoming import Placed
-from engine_client.protocol.frames import RESTRICTED, Frame, RawFrame
+from engine_client.ipc.channel import Channel
+from engine_client.ipc.incoming import Item, Placed
+from engine_client.protocol.frames import RESTRICTED, Frame
 from engine_client.protocol.framing import READ_SIZE, take_small
 
 __all__ = ["Loan", "can_lend"]
@@ -96,13 +97,14 @@ class Loan:
 
     def _split(self, data: bytes) -> Frame | Placed | None:
         """Have frames stand in the place of the bytes that they came in; return the first."""
-        found: list[Frame | RawFrame] = []
-        end = take_small(data, 0, len(data), found.append, add_placed=found.append)
-        if self.channel.is_restricted:  # as ``Channel.receive`` marks them
-            found = [frame._replace(flags=frame.flags | RESTRICTED) for frame in found]
-        frames = [Placed(frame, []) if isinstance(frame, RawFrame) else frame for frame in found]
-        rest = [data[end:]] if end < len(data) else []
-        return frames[0] if self._replace_first([*frames, *rest]) and frames else None
+        found: list[Any] = []
+        end = take_small(data, 0, len(data), found.append, add_placed=lambda raw: found.append(Placed(raw, [])))
+        if self.channel.is_restricted:
+            found = [_mark(item) for item in found]
+        first = found[0] if found else None
+        if end < len(data):
+            found.append(data[end:])
+        return first if self._replace_first(found) else None
 
     def _resolve(self, placed: Placed) -> Frame | None:
         """Have a frame with its buffers stand in the place of one without; None if they cannot be had: see the reader.
@@ -160,6 +162,13 @@ class Loan:
             if getattr(sys._current_frames().get(me[0]), "f_code", None) is _read.__code__:  # noqa: SLF001
                 return True
         return False
+
+
+def _mark(item: Frame | Placed) -> Frame | Placed:
+    """Mark a frame as ``Channel.receive`` does: it is for the decoder that trusts nobody."""
+    if isinstance(item, Placed):
+        return item._replace(raw=item.raw._replace(flags=item.raw.flags | RESTRICTED))
+    return item._replace(flags=item.flags | RESTRICTED)
 
 
 def _read(  # all that it uses: it calls nothing of Python's

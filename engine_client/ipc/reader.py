@@ -324,7 +324,7 @@ class ReaderThread:
 
     def _want_writes(self) -> None:
         for rank, channel in self._channels.items():
-            wanted = channel.wants_write
+            wanted = bool(channel.waiting)
             if wanted != channel.is_watched and not channel.ended and channel.fileno() >= 0:
                 mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0)
                 self._selector.modify(channel.fileno(), mask, ("channel", rank))

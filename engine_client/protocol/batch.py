@@ -235,9 +235,8 @@ def decode_columns(frame: Frame) -> Columns:
     restricted = frame.flags >= RESTRICTED
     if not frame.flags & _NESTED:
         return _load_plain(frame.header, restricted=restricted)[0]
-    begin = _LENGTH.size
-    end = begin + _LENGTH.unpack_from(frame.header)[0]
-    columns, heavy = _load_plain(frame.header[begin:end], restricted=restricted)
+    end = _LENGTH.size + _LENGTH.unpack_from(frame.header)[0]
+    columns, heavy = _load_plain(frame.header[_LENGTH.size : end], restricted=restricted)
     return columns._replace(rest=Rest(frame._replace(header=frame.header[end:]), heavy or []))
 
 
@@ -323,8 +322,9 @@ def _load_plain(header: Any, *, restricted: bool) -> tuple[Columns, list[int] | 
     columns = new_tuple(Columns, (*plain[:-1], *_NO_VALUES))
     if restricted:
         _check(columns, plain[-1])
-    if columns.finishes and not all(_is_finish(finish, len(columns.keys)) for finish in columns.finishes):
-        raise RemoteProtocolError("an output batch ends requests that it does not name, or for no known reason")
+    for finish in columns.finishes:
+        if not _is_finish(finish, len(columns.keys)):
+            raise RemoteProtocolError("an output batch ends requests that it does not name, or for no known reason")
     if len(columns.tokens if columns.counts is None else columns.counts) != len(columns.keys):
         raise RemoteProtocolError(f"an output batch has {len(columns.keys)} keys and other columns of another length")
     return columns, plain[-1]

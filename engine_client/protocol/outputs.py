@@ -7,7 +7,7 @@ Threads: pure functions.  Pure: performs no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from engine_client.protocol.batch import Columns
 __all__ = ["outputs_from"]
 
 _REASONS: Final = tuple(FinishReason)
+_new_object: Final = object.__new__
 
 
 def outputs_from(columns: Columns, ids: Mapping[int, str]) -> tuple[EngineCoreOutputs, list[int]]:
@@ -37,7 +38,8 @@ def outputs_from(columns: Columns, ids: Mapping[int, str]) -> tuple[EngineCoreOu
                 setattr(rows[row], name, value)
     # Not ``None in rows``, which would ask each output whether it equals None.
     kept: Any = rows if are_known else [output for output in rows if output is not None]
-    outputs = EngineCoreOutputs(columns.engine_index, kept, timestamp=columns.timestamp)
+    outputs: EngineCoreOutputs = _new_object(EngineCoreOutputs)  # as its rows: fields at their default are not set
+    outputs.engine_index, outputs.outputs, outputs.timestamp = columns.engine_index, kept, columns.timestamp
     if columns.meta:
         for name, value in columns.meta.items():
             setattr(outputs, name, value)
@@ -64,7 +66,9 @@ def _rows(columns: Columns, ids: Mapping[int, str]) -> tuple[list[EngineCoreOutp
     rows: list[EngineCoreOutput | None] = []
     add = rows.append
     are_known = True
-    for key, new in zip(columns.keys, _tokens_of_rows(columns), strict=True):
+    tokens = columns.tokens
+    of_rows = [[token] for token in tokens] if columns.counts is None else _cut(tokens, columns.counts)
+    for key, new in zip(columns.keys, of_rows, strict=True):
         request_id = find(key)
         if request_id is None:
             add(None)
@@ -77,10 +81,6 @@ def _rows(columns: Columns, ids: Mapping[int, str]) -> tuple[list[EngineCoreOutp
     return rows, are_known
 
 
-def _tokens_of_rows(columns: Columns) -> Iterable[list[int]]:
+def _cut(tokens: list[int], counts: list[int]) -> list[list[int]]:
     """Return the new tokens of each row."""
-    tokens = columns.tokens
-    if columns.counts is None:
-        return [[token] for token in tokens]
-    ends = accumulate(columns.counts)
-    return [tokens[end - count : end] for count, end in zip(columns.counts, ends, strict=True)]
+    return [tokens[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]

@@ -77,14 +77,14 @@ def test_room_that_a_sender_makes_is_told() -> None:
         try:
             told: list[None] = []
             s.send(peer.link, encode_utility(1, "echo", (bytes(1 << 20),)))
-            assert peer.link.channel.wants_write
+            assert peer.link.channel.waiting
             s.room.join(lambda: told.append(None))
             for _ in range(1000):
                 peer.channel.receive()
                 s.send(peer.link, encode_utility(2, "echo", ()))
-                if not peer.link.channel.wants_write:
+                if not peer.link.channel.waiting:
                     break
-            assert not peer.link.channel.wants_write
+            assert not peer.link.channel.waiting
             assert told
         finally:
             go.set()

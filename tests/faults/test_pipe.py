@@ -409,7 +409,7 @@ def test_bc63_garbage_from_the_client(name: str, tmp_path: Path) -> None:
     call = Waiter(lambda: client.call_utility("deferred"), again=False)
     consumer = Waiter(client.get_output)
     eventually(lambda: client.utility_results)
-    eventually(lambda: not channel_of(client).wants_write)
+    eventually(lambda: not channel_of(client).waiting)
     began = time.monotonic()
     pipes.write_raw(channel_of(client), pipes.GARBAGE[name])
     for waiter in (call, consumer):

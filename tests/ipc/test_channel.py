@@ -92,7 +92,7 @@ def test_a_frame_bigger_than_the_pipe_waits_in_the_backlog() -> None:
         data = bytearray(os.urandom(3 << 20))
         copy = bytes(data)
         assert not left.send(frame(b"big", data))
-        assert left.wants_write
+        assert left.waiting
         assert 0 < left.backlog < len(data) + 100
         data[:] = bytes(len(data))
         assert left.send(frame(b"small")) is False
@@ -509,15 +509,15 @@ def test_buffers_that_cannot_be_mapped_are_given_back(monkeypatch: pytest.Monkey
     """A frame of which one buffer cannot be had comes without any, and its memory is free."""
     with shared() as (left, right, writer, reader):
         right.connect_memory(writer=writer, reader=reader, threshold=1000)
-        lease, seen = reader.lease, []
+        lease_into, seen = reader.lease_into, []
 
-        def fail_at_the_second(segment: Segment) -> memoryview:
+        def fail_at_the_second(views: list[memoryview], index: int, segment: Segment) -> None:
             seen.append(segment)
             if len(seen) == 2:
                 raise OSError(12, "cannot map")
-            return lease(segment)
+            lease_into(views, index, segment)
 
-        monkeypatch.setattr(reader, "lease", fail_at_the_second)
+        monkeypatch.setattr(reader, "lease_into", fail_at_the_second)
         left.send(frame(b"x", *[bytes(100_000)] * 3))
         (got,) = pump(left, right)
         assert "cannot map" in str(got.error)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine_client.errors import RemoteProtocolError
-from engine_client.ipc.incoming import fill, resolve
+from engine_client.ipc.incoming import Placed, fill, resolve
 from engine_client.protocol.frames import INLINE, Kind, RawFrame, Segment
 
 SEGMENTS = [Segment(3), Segment(5, 64, 1), Segment(7, 128, 1), Segment(2)]
@@ -71,7 +71,7 @@ def test_what_is_leased_stays_so_until_all_is() -> None:
     first = leased[0]
     arena: Any = Arena()
     fill(leased, placed, arena, "engine 0")
-    frame = resolve(placed, arena, "engine 0", leased)
+    frame = resolve(Placed(placed, leased), arena, "engine 0")
     assert [view.nbytes for view in frame.buffers] == [5, 7]
     assert frame.buffers[0] is first
     assert (failing.discarded, arena.discarded) == ([], [])
