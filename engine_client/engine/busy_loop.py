@@ -161,9 +161,8 @@ class BusyLoop:
             BaseException: whatever a step raised; the engine is not usable afterwards.
         """
         try:
-            while self._handle_shutdown():
-                if not self._turn():
-                    self._gate.receive()  # a step does so itself
+            while (self.state is _RUNNING and self._failure is None) or self._handle_shutdown():
+                self._turn()
                 self._read()
             self._finish()
         finally:
@@ -172,8 +171,8 @@ class BusyLoop:
             self._wakeup.close()
         return self.reason
 
-    def _turn(self) -> bool:
-        """Do what it is time for: a step, the end of a wave, or wait; tell whether a step was made."""
+    def _turn(self) -> None:
+        """Do what it is time for: a step, the end of a wave, or wait; and receive what has arrived."""
         can_step = self._engine.has_work() and not self._gate.is_blocked()
         action = self._pace.look(has_work=can_step)
         if action is _SLEEP:
@@ -184,8 +183,8 @@ class BusyLoop:
             self._end_wave()
         else:
             self._step(can_step=can_step)
-            return True
-        return False
+            return
+        self._gate.receive()
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -209,13 +208,16 @@ class BusyLoop:
     def _read(self) -> None:
         """Deal with what was received of every front-end, and send the answers that became ready."""
         for front_end in self._gate:
+            if not front_end.has_news:
+                continue
             for frame in front_end.take_received():
                 self._dispatch(front_end, frame)
             if front_end.channel.waiting:
                 front_end.flush()
-            if front_end.may_be_lost and self._gate.is_lost(front_end):
+            if self._gate.is_lost(front_end):
                 self._drop(front_end)
-        self._send_outputs(self._engine.take_outputs())
+        if outputs := self._engine.take_outputs():
+            self._send_outputs(outputs)
         self._calls.answer_ready()
 
     def _read_aborts(self) -> None:
@@ -325,7 +327,8 @@ class BusyLoop:
 
     def _send_outputs(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
         for index, batch in outputs.items():
-            self._engine.abort_requests(self._gate.front_ends[index].send_outputs(batch))
+            if failed := self._gate.front_ends[index].send_outputs(batch):
+                self._engine.abort_requests(failed)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

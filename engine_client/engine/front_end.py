@@ -163,9 +163,10 @@ class FrontEnd:
     # -- sending -------------------------------------------------------------------------------------------------------
 
     @property
-    def may_be_lost(self) -> bool:
-        """Tell whether there is a reason to ask whether it is: one that lives and takes all that it is sent is not."""
-        return self.channel.ended or bool(self.channel.waiting) or self.pidfd >= 0 or self._has_died
+    def has_news(self) -> bool:
+        """Tell whether there is something to do: it has sent something, has not taken all it was sent, may be lost."""
+        channel, is_watched = self.channel, self.pidfd >= 0 or self._has_died
+        return is_watched or bool(self._received or self._aborted or channel.waiting or channel.ended)
 
     def flush(self) -> None:
         """Write what waits and fits."""

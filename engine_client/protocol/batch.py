@@ -194,7 +194,8 @@ def encode_outputs(
         SerializationError, TypeError, ...: a value in an output cannot be pickled.
     """
     found, tokens, counts, richer, strays = _read_rows(outputs.outputs, keys, silent)
-    meta = _meta_of(outputs)
+    is_plain = type(outputs) is EngineCoreOutputs and _get_meta(outputs) == _NO_META
+    meta = {} if is_plain else _meta_of(outputs)
     if not (found or meta or strays):
         return None, []
     finishes, finished, extras = _read_rest(richer) if richer else ([], [], {})
@@ -221,8 +222,6 @@ def encode_outputs(
 
 def _meta_of(outputs: Any) -> dict[str, Any]:
     """Return what a batch says beside its rows; missing attributes count as defaults."""
-    if type(outputs) is EngineCoreOutputs and _get_meta(outputs) == _NO_META:
-        return {}
     return {name: value for name, default in _META.items() if (value := getattr(outputs, name, default)) is not default}
 
 
