@@ -190,8 +190,8 @@ MUTATIONS: Final = (
     Mutation(
         "room made by a sender not told",
         "clients/traffic.py",
-        "(self.room.wake if is_done else self._reader.wakeup)()",
-        "(bool if is_done else self._reader.wakeup)()",
+        "            elif self.room.waiters:",
+        "            elif not self.room.waiters:",
         "tests/clients/test_traffic.py::test_room_that_a_sender_makes_is_told",
     ),
     Mutation(

@@ -321,8 +321,7 @@ class BusyLoop:
     def _end_wave(self) -> None:
         """Have pauses answered that waited for the group, and tell the front-ends, if this rank is the one to do so."""
         self._engine.post_step(False)
-        wave = self._pace.completed_wave
-        if wave is not None:
+        if (wave := self._pace.completed_wave) is not None:
             self._send_outputs({f.index: EngineCoreOutputs(wave_complete=wave) for f in self._gate})
 
     def _send_outputs(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:

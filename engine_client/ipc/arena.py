@@ -44,7 +44,7 @@ from engine_client.ipc.arena_table import (
     party_of,
     slot_of,
 )
-from engine_client.protocol.frames import Segment
+from engine_client.protocol.frames import Segment, new_tuple
 
 __all__ = ["MAX_PARTIES", "ArenaReader", "ArenaWriter", "create_memory"]
 
@@ -230,7 +230,7 @@ class ArenaWriter:
         while self._dropped:
             allocation = self._dropped[0]
             if self._allocations.pop(allocation.address, None) is not None:  # else the arena was closed meanwhile
-                self._drop_locked(allocation.block)
+                self._room.drop(allocation.block)
             self._dropped.popleft()
         if self._sent and self._room.table is not None:
             states = bytes(self._room.table.states[: self._slots_used])
@@ -248,8 +248,9 @@ class ArenaWriter:
             block.holders = count
         self._room.keep_only(holders)
         self._free_slots = [slot for slot in range(self._slots_used) if slot not in self._sent]
-        for slot in self._free_slots:
-            self._mark_free_locked(slot)
+        if (table := self._room.table) is not None:
+            for slot in self._free_slots:
+                table.states[slot] = FREE
         self._torn = False
 
     def _place_locked(self, claim: Claim, nbytes: int, party: int) -> tuple[Segment, Block, memoryview] | None:
@@ -278,7 +279,7 @@ class ArenaWriter:
             allocation.block = block
             self._allocations[allocation.address] = allocation
         except BaseException:
-            self._drop_locked(block)
+            self._room.drop(block)
             raise
         return memoryview(owner).cast("B")
 
@@ -317,7 +318,7 @@ class ArenaWriter:
         self._sent[slot] = stamp, block
         table.stamps[slot] = stamp
         table.states[slot] = SENT
-        return Segment(nbytes, offset, stamp)
+        return new_tuple(Segment, (nbytes, offset, stamp))
 
     def _cancel_locked(self, stamp: int) -> None:
         if self._sent.get(slot_of(stamp), (0,))[0] == stamp:
@@ -329,30 +330,24 @@ class ArenaWriter:
 
     def _retire_locked(self, slot: int) -> None:
         """End a publication.  Requires ``_lock``."""
-        if slot in self._sent and self._room.table is not None:  # else a stray write: nothing was published there
+        if (
+            slot in self._sent and (table := self._room.table) is not None
+        ):  # else a stray write: nothing was published there
             _, block = self._sent.pop(slot)
-            self._mark_free_locked(slot)
+            table.states[slot] = FREE
             self._free_slots.append(slot)
-            self._drop_locked(block)
-
-    def _mark_free_locked(self, slot: int) -> None:
-        if self._room.table is not None:
-            self._room.table.states[slot] = FREE
+            self._room.drop(block)
 
     def _end_copy_locked(self, block: Block) -> None:
         if block in self._copying:
             self._copying.discard(block)
-            self._drop_locked(block)
+            self._room.drop(block)
 
     def _take_back_locked(self, claim: Claim) -> None:
         """Give back what an interrupted call has taken.  Requires ``_lock``."""
         self._cancel_locked(claim.stamp)
         if claim.block is not None:
             self._end_copy_locked(claim.block)
-
-    def _drop_locked(self, block: Block) -> None:
-        """Let one holder of a block go.  Requires ``_lock``."""
-        self._room.drop(block)
 
     def _close_locked(self) -> None:
         self._room.close()

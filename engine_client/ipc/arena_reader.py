@@ -117,18 +117,20 @@ class ArenaReader:
         """
         length, offset, stamp = segment
         with self._lock:
-            if index == len(views):
-                self._published_locked(segment)
+            if index < len(views):
+                table, slot = self._open_table_locked(segment), slot_of(stamp)
+            else:
+                table, slot = self._published_locked(segment)
                 owner = make_owner(self._mapped_locked(offset, length), offset, length)
                 views.append(memoryview(owner).cast("B")[:length])
                 del owner
-            table, slot = self._open_table_locked(segment), slot_of(stamp)
             if table.states[slot] == SENT:
                 # A weakref.finalize in small: half the time for each lease, and nothing at interpreter exit.
                 key = id(self._states), stamp
                 _LEASES.setdefault(key, weakref.ref(views[index].obj, _release(self._states, slot, key)))
                 table.states[slot] = LEASED
-            self._discard_locked()
+            if self._to_discard:
+                self._discard_locked()
 
     def discard(self, segment: Segment) -> None:
         """Give a published range back that will not be leased; does nothing for anything else."""

@@ -101,14 +101,17 @@ class ArenaRoom:
         if self.is_closed:
             return None
         # The rounded size fits freed blocks better; just below the limit the exact one may be all there is.
-        rounded, exact = size_class(nbytes), whole_pages(nbytes)
-        for size in (rounded,) if rounded == exact else (rounded, exact):
-            start = self.blocks.take(size)
-            if start is None and self._grow(size):
-                start = self.blocks.take(size)
-            if start is not None:
-                return Block(TABLE_SIZE + start, size)
-        return None
+        size = size_class(nbytes)
+        start = self._start_of(size)
+        if start is None and whole_pages(nbytes) < size:
+            size = whole_pages(nbytes)
+            start = self._start_of(size)
+        return None if start is None else Block(TABLE_SIZE + start, size)
+
+    def _start_of(self, size: int) -> int | None:
+        """Return where a new block of this size begins; None if there is no room."""
+        start = self.blocks.take(size)
+        return self.blocks.take(size) if start is None and self._grow(size) else start
 
     def drop(self, block: Block) -> None:
         """Let one holder of a block go."""

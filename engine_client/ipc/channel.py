@@ -90,10 +90,8 @@ class Channel:
         self.is_restricted = False  # what comes is marked for the decoder that trusts nobody
         self.is_watched = False  # whoever flushes has seen that something waits, and will as soon as there is room
         self._fd = fd
-        self._writer = writer
-        self._arena_reader = reader
-        self._threshold = threshold
         self._party = party
+        self.connect_memory(writer=writer, reader=reader, threshold=threshold)
         self._revoked: deque[list[Segment]] = deque()  # of frames whose sending an interrupt has ended
         # -- reading thread only --
         self._reader = FrameReader()
@@ -109,8 +107,8 @@ class Channel:
         state = "closed" if self._fd < 0 else "broken" if self._broken else "ended" if self.ended else "open"
         return f"<Channel {self.name} {state} backlog={self.backlog}>"
 
-    def connect_memory(self, *, writer: ArenaWriter, reader: ArenaReader, threshold: int) -> None:
-        """Use shared memory from now on; called before any other thread knows the channel."""
+    def connect_memory(self, *, writer: ArenaWriter | None, reader: ArenaReader | None, threshold: int) -> None:
+        """Use this shared memory from now on; called before any other thread knows the channel."""
         self._writer = writer
         self._arena_reader = reader
         self._threshold = threshold
@@ -302,11 +300,12 @@ class Channel:
             data = self._socket.recv(READ_SIZE)
         except MemoryError:
             return self._read_on(frames)  # into memory that is there already
-        self.received += len(data)
-        end = take_small(data, 0, len(data), frames.append, add_placed=lambda raw: frames.extend(self._accept([raw])))
-        if end < len(data):
+        memory, name, add, size = self._arena_reader, self.name, frames.append, len(data)
+        self.received += size
+        end = take_small(data, 0, size, add, add_placed=lambda raw: add(resolve(raw, memory, name)))
+        if end < size:
             frames += self._accept(self._reader.feed(data[end:]))
-        return len(data), READ_SIZE
+        return size, READ_SIZE
 
     def _read_on(self, frames: list[Frame]) -> tuple[int, int]:
         """Read on in a frame, straight into the memory in which a large part of it stays."""

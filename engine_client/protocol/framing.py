@@ -360,8 +360,8 @@ def take_small(
 def _segments_of(table: bytes | memoryview, limit: int) -> list[Segment] | None:
     """Return the segments of a table; None unless all are in the arena, and as they should be."""
     segments = [new_tuple(Segment, entry) for entry in _ENTRY.iter_unpack(table)]
-    fits = len(table) <= limit and all(length <= limit and offset >= 0 for length, offset, _ in segments)
-    return segments if fits else None
+    lengths, offsets, _ = zip(*segments, strict=True)
+    return segments if max(*lengths, len(table)) <= limit and min(offsets) >= 0 else None
 
 
 def _what_is_wrong(magic: bytes, kind: int, flags: int) -> str:
