@@ -118,16 +118,15 @@ class ArenaReader:
         length, offset, stamp = segment
         with self._lock:
             if index < len(views):
-                table, slot = self._open_table_locked(segment), slot_of(stamp)
+                table, slot, owner = self._open_table_locked(segment), slot_of(stamp), views[index].obj
             else:
                 table, slot = self._published_locked(segment)
                 owner = make_owner(self._mapped_locked(offset, length), offset, length)
                 views.append(memoryview(owner).cast("B")[:length])
-                del owner
             if table.states[slot] == SENT:
                 # A weakref.finalize in small: half the time for each lease, and nothing at interpreter exit.
                 key = id(self._states), stamp
-                _LEASES.setdefault(key, weakref.ref(views[index].obj, _release(self._states, slot, key)))
+                _LEASES.setdefault(key, weakref.ref(owner, _release(self._states, slot, key)))
                 table.states[slot] = LEASED
             if self._to_discard:
                 self._discard_locked()
