@@ -62,13 +62,6 @@ MUTATIONS: Final = (
         "tests/ipc/test_loan.py::test_an_end_at_any_point_leaves_each_frame_one_taker",
     ),
     Mutation(
-        "a lease that is lost with the call that was to take it",
-        "ipc/channel.py",
-        "fill(placed.leased, placed.raw, self._arena_reader, self.name)",
-        "placed.leased[:] = resolve(placed.raw, self._arena_reader, self.name).buffers",
-        "tests/ipc/test_loan.py::test_an_interrupt_at_any_point_loses_no_frame",
-    ),
-    Mutation(
         "a loan whose end does not wait for who polls",
         "ipc/loan.py",
         "        while self._is_reading():\n",

@@ -70,7 +70,7 @@ SIBLINGS: dict[str, dict[str, set[str]]] = {
         "launcher": {"engine_fds", "handle", "multiproc"},
         "multiproc": {"aside", "boot", "descriptors", "engine_fds", "handle"},
         "process_group": {"exits", "handle", "processes"},
-        "loan": {"channel", "incoming"},
+        "loan": {"channel"},
         "moderation": {"polling"},
         "reader": {"channel", "loan", "moderation", "polling", "wakeup"},
         "stacks": {"arena_memory", "descriptors"},

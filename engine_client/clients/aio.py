@@ -30,7 +30,7 @@ from engine_client.clients.mp import MPClient
 from engine_client.clients.router import LinkClosedError
 from engine_client.clients.utilities import AsyncUtilities
 from engine_client.config import ClientOptions
-from engine_client.deadline import Deadline, check_timeout
+from engine_client.deadline import NEVER, Deadline, check_timeout
 from engine_client.messages import EngineCoreOutputs, EngineCoreRequest
 from engine_client.protocol.frames import Frame
 from engine_client.protocol.wire import PING
@@ -105,7 +105,7 @@ class AsyncMPClient(AsyncUtilities, MPClient):
             await self._mailboxes.take_turns(together=True)
         while True:
             link = session.choose(request)
-            await self._wait_for_room(link, Deadline(None))
+            await self._wait_for_room(link, NEVER)
             try:
                 owner = self._mailboxes.current()
                 place = partial(session.place, link, request, prompt, key=key, stream=queue, owner=owner, frame=frame)

@@ -27,7 +27,7 @@ from engine_client.clients.link import EngineLink, LinkGoneError
 from engine_client.clients.session import Session
 from engine_client.clients.starter import Starter
 from engine_client.config import ready_timeout
-from engine_client.deadline import Deadline
+from engine_client.deadline import NEVER, Deadline
 from engine_client.errors import EngineDeadError
 from engine_client.ipc.latch import LONGEST_SLEEP, Latch
 from engine_client.messages import EngineCoreReadyResponse
@@ -273,7 +273,7 @@ class Elastic:
         """Call a utility of some ranks, which may be closed to requests; return the first one's value."""
         fan_out = self._caller.begin(method, ranks, closed_too=True)
         try:
-            self._caller.send(fan_out, method, args, Deadline(None))
+            self._caller.send(fan_out, method, args, NEVER)
             for reply in fan_out.replies:
                 while not reply.wait(LONGEST_SLEEP):
                     self._session.ensure_alive()  # a client that was dropped wakes nobody

@@ -35,7 +35,7 @@ from engine_client.clients.room import Room
 from engine_client.clients.router import LinkClosedError, Router
 from engine_client.clients.streams import StreamTable
 from engine_client.config import ClientOptions
-from engine_client.deadline import Deadline
+from engine_client.deadline import NEVER, Deadline
 from engine_client.errors import ForeignProcessError, LocalProtocolError
 from engine_client.ipc.latch import Latch
 from engine_client.ipc.loan import Loan
@@ -292,7 +292,7 @@ class Traffic:
     def wait_for_room(self, link: EngineLink, deadline: Deadline | None = None) -> None:
         """Wait while more than the high-water mark is queued; death and close end the wait."""
         if link.channel.waiting and not self.room.is_free(link):
-            self.room.wait(link, deadline or Deadline(None))
+            self.room.wait(link, deadline or NEVER)
             self.ensure_alive()
 
     def wait_over(self, link: EngineLink) -> None:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final, TypeVar
 
-from engine_client.deadline import Deadline
+from engine_client.deadline import NEVER, Deadline
 from engine_client.engine.front_end import FrontEnd, drain_all
 from engine_client.engine.gate import Gate
 from engine_client.engine.lock_step import Alone, Pace
@@ -125,7 +125,7 @@ class BusyLoop:
             before_reply=self._before_reply,
             wakeup=self._wakeup.wakeup,
         )
-        self._drain = Deadline(None)
+        self._drain = NEVER
         self._has_run = True  # code of the engine's, since ``look_around``
         self._failure: BaseException | None = None
         self._selector = selectors.DefaultSelector()
@@ -208,7 +208,7 @@ class BusyLoop:
     def _read(self) -> None:
         """Deal with what was received of every front-end, and send the answers that became ready."""
         for front_end in self._gate:
-            if not front_end.has_news:
+            if not front_end.needs_a_look:
                 continue
             for frame in front_end.take_received():
                 self._dispatch(front_end, frame)

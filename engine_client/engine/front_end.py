@@ -163,10 +163,10 @@ class FrontEnd:
     # -- sending -------------------------------------------------------------------------------------------------------
 
     @property
-    def has_news(self) -> bool:
+    def needs_a_look(self) -> bool:
         """Tell whether there is something to do: it has sent something, has not taken all it was sent, may be lost."""
-        channel, is_watched = self.channel, self.pidfd >= 0 or self._has_died
-        return is_watched or bool(self._received or self._aborted or channel.waiting or channel.ended)
+        channel, may_have_died = self.channel, self.pidfd >= 0 or self._has_died
+        return may_have_died or bool(self._received or self._aborted or channel.waiting or channel.ended)
 
     def flush(self) -> None:
         """Write what waits and fits."""

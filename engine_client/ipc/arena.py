@@ -330,9 +330,8 @@ class ArenaWriter:
 
     def _retire_locked(self, slot: int) -> None:
         """End a publication.  Requires ``_lock``."""
-        if (
-            slot in self._sent and (table := self._room.table) is not None
-        ):  # else a stray write: nothing was published there
+        # Else a stray write: nothing was published there.
+        if slot in self._sent and (table := self._room.table) is not None:
             _, block = self._sent.pop(slot)
             table.states[slot] = FREE
             self._free_slots.append(slot)

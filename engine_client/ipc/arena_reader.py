@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from operator import setitem
 from typing import Any, Final
 
@@ -40,10 +41,9 @@ from engine_client.protocol.frames import Segment
 __all__ = ["ArenaReader"]
 
 
-_Key = tuple[int, int]
-_LEASES: Final[dict[_Key, weakref.ref[Any]]] = {}
-"""Keeps the references alive that watch, by the identity of their states and their stamp, which are of one publication
-as long as it is leased.  Leases outlive their reader, so they cannot be kept there."""
+_LEASES: Final[dict[int, weakref.ref[Any]]] = {}
+"""Keeps the references alive that watch, by number.  Leases outlive their reader, so they cannot be kept there."""
+_NUMBERS: Final = count()
 
 
 class _States(list[Any]):
@@ -56,14 +56,14 @@ class _States(list[Any]):
 _ALL_STATES: Final[weakref.WeakSet[_States]] = weakref.WeakSet()
 
 
-def _release(states: _States, slot: int, key: _Key) -> Callable[[Any], Any]:
+def _release(states: _States, slot: int, number: int) -> Callable[[Any], Any]:
     """Return what ends a lease when its last view is gone: a call that marks its slot and forgets its reference.
 
     It takes the next item of an iterator, which is C code from end to end.  Between two lines of Python, an interrupt
     of the thread that happens to drop the view would lose the release, and would itself be lost.
     """
     mark = map(setitem, states, (slot,), (RELEASED,))
-    forget = map(_LEASES.pop, (key,), (None,))
+    forget = map(_LEASES.pop, (number,), (None,))
     return partial(next, zip(mark, forget))  # noqa: B905  # strict would look for a second item
 
 
@@ -103,33 +103,18 @@ class ArenaReader:
             OSError, MemoryError: the memory cannot be mapped; the range can still be leased.
             RemoteProtocolError: nothing like this was published for this reader, or it was leased before.
         """
-        views: list[memoryview] = []
-        self.lease_into(views, 0, segment)
-        return views[0]
-
-    def lease_into(self, views: list[memoryview], index: int, segment: Segment) -> None:
-        """Append a lease to a list of ``index`` views; where it is there already, only see that it ends.
-
-        So whatever ends this call, a signal handler's exception too, it can be made again, also while it is under way.
-
-        Raises:
-            as ``lease``.
-        """
-        length, offset, stamp = segment
+        length, offset, _ = segment
         with self._lock:
-            if index < len(views):
-                table, slot, owner = self._open_table_locked(segment), slot_of(stamp), views[index].obj
-            else:
-                table, slot = self._published_locked(segment)
-                owner = make_owner(self._mapped_locked(offset, length), offset, length)
-                views.append(memoryview(owner).cast("B")[:length])
-            if table.states[slot] == SENT:
-                # A weakref.finalize in small: half the time for each lease, and nothing at interpreter exit.
-                key = id(self._states), stamp
-                _LEASES.setdefault(key, weakref.ref(owner, _release(self._states, slot, key)))
-                table.states[slot] = LEASED
-            if self._to_discard:
-                self._discard_locked()
+            table, slot = self._published_locked(segment)
+            mapping = self._mapped_locked(offset, length)
+            owner = make_owner(mapping, offset, length)
+            view = memoryview(owner).cast("B")[:length]
+            # A weakref.finalize in small: half the time for each lease, and nothing at interpreter exit.
+            number = next(_NUMBERS)
+            _LEASES[number] = weakref.ref(owner, _release(self._states, slot, number))
+            table.states[slot] = LEASED
+            self._discard_locked()
+        return view
 
     def discard(self, segment: Segment) -> None:
         """Give a published range back that will not be leased; does nothing for anything else."""
@@ -152,15 +137,6 @@ class ArenaReader:
 
     def _published_locked(self, segment: Segment) -> tuple[Table, int]:
         """Return the table and the slot of a range that can be leased.  Requires ``_lock``."""
-        table, slot = self._open_table_locked(segment), slot_of(segment.stamp)
-        if party_of(segment.stamp) != self._party:
-            raise RemoteProtocolError(f"{segment} is for reader {party_of(segment.stamp)}, this is {self._party}")
-        if table.stamps[slot] != segment.stamp or table.states[slot] != SENT:
-            raise RemoteProtocolError(f"{segment} was not published, or it was leased before")
-        return table, slot
-
-    def _open_table_locked(self, segment: Segment) -> Table:
-        """Return the table, mapped when it is first wanted.  Requires ``_lock``."""
         if self._fd < 0:
             raise ClosedError("the shared memory was closed")
         if self._table is None:
@@ -169,7 +145,12 @@ class ArenaReader:
             self._table = Table(self._fd)
             self._states.append(self._table.states)
             _ALL_STATES.add(self._states)
-        return self._table
+        table, slot = self._table, slot_of(segment.stamp)
+        if party_of(segment.stamp) != self._party:
+            raise RemoteProtocolError(f"{segment} is for reader {party_of(segment.stamp)}, this is {self._party}")
+        if table.stamps[slot] != segment.stamp or table.states[slot] != SENT:
+            raise RemoteProtocolError(f"{segment} was not published, or it was leased before")
+        return table, slot
 
     def _mapped_locked(self, offset: int, length: int) -> mmap.mmap:
         """Return a mapping that covers a range.  Requires ``_lock``."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, Generic, TypeVar
 
-from engine_client.deadline import Deadline
+from engine_client.deadline import NEVER, Deadline
 from engine_client.ipc.latch import Latch
 
 __all__ = ["run_aside", "signals_blocked"]
@@ -61,7 +61,7 @@ def run_aside(function: Callable[[], T]) -> T:
     call = _Call(function)
     interrupt: BaseException | None = None
     thread: threading.Thread | None = None
-    patience = Deadline(None)
+    patience = NEVER
     while (not call.done.is_set() or (thread is not None and thread.is_alive())) and not patience.expired():
         try:
             if thread is None:

@@ -26,14 +26,14 @@ import _socket  # the half of socket that is needed here; the other one takes 10
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
 from engine_client.errors import RemoteProtocolError
 from engine_client.interfaces import Buffer
 from engine_client.ipc.arena import ArenaReader, ArenaWriter
-from engine_client.ipc.incoming import Item, Placed, fill, resolve
+from engine_client.ipc.incoming import resolve
 from engine_client.ipc.outgoing import Backlog, Outgoing
 from engine_client.protocol.frames import RESTRICTED, Frame, Kind, RawFrame, Segment
 from engine_client.protocol.framing import READ_SIZE, FrameReader, pack_prefix, take_small
@@ -95,7 +95,7 @@ class Channel:
         self._revoked: deque[list[Segment]] = deque()  # of frames whose sending an interrupt has ended
         # -- reading thread only --
         self._reader = FrameReader()
-        self.ahead: list[Item] = []  # what a borrower has read, and not taken; see ``Loan``
+        self.ahead: list[bytes | Frame] = []  # what a borrower has read, and not taken; see ``Loan``
         # -- guarded by _lock --
         self._lock = threading.RLock()
         self._flushing = False
@@ -316,7 +316,7 @@ class Channel:
         frames += self._accept(self._reader.advance(count)) if count else []
         return count, size
 
-    def _accept(self, arrived: Iterable[Frame | RawFrame | Placed]) -> list[Frame]:
+    def _accept(self, arrived: list[Frame | RawFrame]) -> list[Frame]:
         """Return what came, with its buffers."""
         if self._reader.broken:  # behind frames that were whole, in the same read: nothing more may ever come
             self._break(RemoteProtocolError(self._reader.broken))
@@ -327,10 +327,9 @@ class Channel:
         ahead, self.ahead = self.ahead, []
         frames: list[Frame] = []
         try:
-            while ahead:  # emptied, since the loan has this list, too
-                item = ahead.pop(0)
-                self.received += len(item) if isinstance(item, bytes) else 0
-                frames += self._accept(self._reader.feed(item) if isinstance(item, bytes) else [item])
+            for item in ahead:
+                self.received += 0 if isinstance(item, Frame) else len(item)
+                frames += [item] if isinstance(item, Frame) else self._accept(self._reader.feed(item))
         except RemoteProtocolError as error:
             self._break(error)
         return frames
@@ -338,10 +337,6 @@ class Channel:
     def can_be_lent(self) -> bool:
         """Tell whether somebody else may read what comes next: it begins with a frame, and nothing waits to be sent."""
         return not (self.ended or self._reader.in_frame or self.waiting or self.is_watched or self._fd < 0)
-
-    def lease(self, placed: Placed) -> None:
-        """Lease the buffers of a frame that a borrower has read, as ``incoming.fill`` does."""
-        fill(placed.leased, placed.raw, self._arena_reader, self.name)
 
     def recv(self) -> Callable[[int], bytes]:
         """Return what reads bytes: C code that does not wait."""

@@ -6,40 +6,32 @@ Threads: as the channel that receives them.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import NamedTuple, Union
 
 from engine_client.errors import RemoteProtocolError
 from engine_client.ipc.arena import ArenaReader
-from engine_client.protocol.frames import Frame, RawFrame
+from engine_client.protocol.frames import Frame, RawFrame, Segment
 
-__all__ = ["Item", "Placed", "fill", "resolve"]
-
-
-class Placed(NamedTuple):
-    """A frame whose buffers all lie in an arena, and those that were leased so far."""
-
-    raw: RawFrame
-    leased: list[memoryview]
+__all__ = ["resolve"]
 
 
-Item = Union[bytes, Frame, Placed]
-"""What the borrower of a channel has read: bytes, and what was found in them."""
-
-
-def resolve(found: RawFrame | Placed, arena: ArenaReader | None, name: str) -> Frame:
+def resolve(raw: RawFrame, arena: ArenaReader | None, name: str) -> Frame:
     """Turn offsets into views; all leases of a frame are taken, or none is kept.
 
     Args:
-        found: the frame; with what ``fill`` has leased of it, if it has.
+        raw: the frame.
         arena: where its segments lie; None if there is no shared memory.
         name: of the channel, for messages.
 
     Returns:
         The frame; with ``error``, and without buffers, if a segment cannot be mapped.
     """
-    raw, buffers = found if isinstance(found, Placed) else Placed(found, [])
+    inline = iter(raw.inline)
+    buffers: list[memoryview] = []
     try:
-        fill(buffers, raw, arena, name)
+        for segment in raw.segments:
+            # No comprehension, because what was leased before a failure must be known; and no variable either, which
+            # would keep the last one for as long as somebody keeps the error.
+            buffers.append(next(inline) if segment.offset < 0 else _lease(segment, arena, name))  # noqa: PERF401 (see above)
     except (RemoteProtocolError, OSError, MemoryError) as error:
         if arena is not None:
             for segment in raw.segments[len(buffers) :]:
@@ -53,20 +45,7 @@ def resolve(found: RawFrame | Placed, arena: ArenaReader | None, name: str) -> F
     return Frame(raw.kind, raw.flags, raw.ref, raw.header, buffers)
 
 
-def fill(buffers: list[memoryview], raw: RawFrame, arena: ArenaReader | None, name: str) -> None:
-    """Append the buffers of a frame to those that are there already.
-
-    What ends it leaves what was leased in the list, which keeps the error, and no variable does.  Where all buffers lie
-    in the arena it can then go on, or in another thread meanwhile: each is leased once.
-
-    Raises:
-        RemoteProtocolError, OSError, MemoryError: as ``ArenaReader.lease``.
-    """
-    inline = iter(raw.inline)
-    for index, segment in enumerate(raw.segments):
-        if segment.offset < 0:
-            buffers.append(next(inline))
-        elif arena is None:
-            raise RemoteProtocolError(f"{name}: a buffer in shared memory, but there is none")
-        else:
-            arena.lease_into(buffers, index, segment)
+def _lease(segment: Segment, arena: ArenaReader | None, name: str) -> memoryview:
+    if arena is None:
+        raise RemoteProtocolError(f"{name}: a buffer in shared memory, but there is none")
+    return arena.lease(segment)

@@ -13,9 +13,7 @@ minutes, or gone.  Therefore everything that counts is one C call each, and happ
     sizes  = [65536]   ahead.extend(map(recv, sizes))              read
     permit = [ahead]   list.extend(map(list.pop, permit, (0,)))    take
 
-Buffers in shared memory are leased into a list of their frame while that is still ``ahead``, and each once, so that the
-reader goes on where a borrower has stopped.  ``end`` empties both lists, and then waits until nobody is inside of the
-one function that reads, which never blocks.
+``end`` empties both lists, and then waits until nobody is inside of the one function that reads, which never blocks.
 
 Invariants: I1 (one reader at a time, since nobody else can begin to read once ``end`` has emptied the lists).
 
@@ -29,11 +27,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, Final
 
 from engine_client.ipc.channel import Channel
-from engine_client.ipc.incoming import Item, Placed
 from engine_client.protocol.frames import RESTRICTED, Frame
 from engine_client.protocol.framing import READ_SIZE, take_small
 
@@ -61,7 +57,7 @@ class Loan:
         self.channel = channel
         self._sizes: list[int] = []
         self._ahead = channel.ahead
-        self._permit: list[list[Item]] = [self._ahead]
+        self._permit: list[list[bytes | Frame]] = [self._ahead]
         self._borrower: dict[int, list[int]] = {}  # at 0: a list of its own with the number of its thread
         self._recv = channel.recv()
         self._poller = select.poll()
@@ -85,53 +81,24 @@ class Loan:
         """Return the frame that comes next, and stays that until it is taken; poll for it for so many seconds.
 
         Returns:
-            None: nothing has come, or no whole small frame, or one whose buffers cannot be had, or the loan is over.
+            None: nothing has come, or what has come is no whole small frame, or the loan is over.
         """
         if not self._ahead:
             _read(self._poller.poll, self._recv, self._sizes, self._permit, self._ahead, time.monotonic() + seconds)
             self._reads += 1
-        first: Item | None = next(iter(self._ahead), None)
-        if isinstance(first, bytes):
-            first = self._split(first)
-        return self._resolve(first) if isinstance(first, Placed) else first
+        first = next(iter(self._ahead), None)
+        return self._split(first) if isinstance(first, bytes) else first
 
-    def _split(self, data: bytes) -> Frame | Placed | None:
+    def _split(self, data: bytes) -> Frame | None:
         """Have frames stand in the place of the bytes that they came in; return the first."""
-        found: list[Any] = []
-        end = take_small(data, 0, len(data), found.append, add_placed=lambda raw: found.append(Placed(raw, [])))
-        if self.channel.is_restricted:
-            found = [_mark(item) for item in found]
-        first = found[0] if found else None
-        if end < len(data):
-            found.append(data[end:])
-        return first if self._replace_first(found) else None
-
-    def _resolve(self, placed: Placed) -> Frame | None:
-        """Have a frame with its buffers stand in the place of one without; None if they cannot be had: see the reader.
-
-        Until then what was leased belongs to the frame that has none, so that nothing is lost with this call.
-        """
-        try:
-            self.channel.lease(placed)
-        except Exception:
-            if self._can_be_leased(placed):
-                raise  # this came from a signal handler
-            return None
-        kind, flags, ref, header, *_ = placed.raw
-        frame = Frame(kind, flags, ref, header, placed.leased)
-        return frame if self._replace_first([frame]) else None
-
-    def _can_be_leased(self, placed: Placed) -> bool:
-        with suppress(Exception):
-            self.channel.lease(placed)
-            return True
-        return False
-
-    def _replace_first(self, items: list[Item]) -> bool:
-        """Put these in the place of the first item, by one C call; return False if the loan is over."""
+        frames: list[Frame] = []
+        end = take_small(data, 0, len(data), frames.append)
+        if self.channel.is_restricted:  # as ``Channel.receive`` marks them
+            frames = [frame._replace(flags=frame.flags | RESTRICTED) for frame in frames]
+        rest = [data[end:]] if end < len(data) else []
         done: list[None] = []
-        done.extend(map(_set_items, self._permit, (_FIRST,), (items,)))
-        return bool(done)
+        done.extend(map(_set_items, self._permit, (_FIRST,), ([*frames, *rest],)))
+        return frames[0] if frames and done else None
 
     def take(self, taken: list[Any]) -> bool:
         """Move the next frame into an empty list; return False if the loan is over: then the reader has it."""
@@ -164,19 +131,12 @@ class Loan:
         return False
 
 
-def _mark(item: Frame | Placed) -> Frame | Placed:
-    """Mark a frame as ``Channel.receive`` does: it is for the decoder that trusts nobody."""
-    if isinstance(item, Placed):
-        return item._replace(raw=item.raw._replace(flags=item.raw.flags | RESTRICTED))
-    return item._replace(flags=item.flags | RESTRICTED)
-
-
 def _read(  # all that it uses: it calls nothing of Python's
     poll: Callable[[float], Sequence[object]],
     recv: Callable[[int], bytes],
     sizes: list[int],
-    permit: list[list[Item]],
-    ahead: list[Item],
+    permit: list[list[bytes | Frame]],
+    ahead: list[bytes | Frame],
     until: float,
 ) -> None:
     """Poll for bytes, and read them: the one function that does, see ``Loan.end``."""

@@ -40,6 +40,8 @@ def outputs_from(columns: Columns, ids: Mapping[int, str]) -> tuple[EngineCoreOu
     kept: Any = rows if are_known else [output for output in rows if output is not None]
     outputs: EngineCoreOutputs = _new_object(EngineCoreOutputs)  # as its rows: fields at their default are not set
     outputs.engine_index, outputs.outputs, outputs.timestamp = columns.engine_index, kept, columns.timestamp
+    if not columns.timestamp:
+        outputs.__post_init__()  # fills it in
     if columns.meta:
         for name, value in columns.meta.items():
             setattr(outputs, name, value)

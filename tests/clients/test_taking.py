@@ -11,13 +11,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import pytest
 
 from engine_client import EngineDeadError, FinishReason
 from engine_client.clients.session import Session
 from engine_client.deadline import Deadline
-from engine_client.ipc.counters import Count
 from engine_client.messages import EngineCoreOutput, EngineCoreOutputs
 from engine_client.protocol.batch import Columns, decode_columns, encode_outputs
 from engine_client.protocol.frames import Frame, Kind
@@ -85,21 +83,6 @@ def test_calls_and_requests_in_quick_succession_need_no_other_thread(monkeypatch
         assert not session.callers
 
 
-def test_what_comes_through_shared_memory_needs_no_other_thread_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller leases the buffers of its answer itself, and they are the engine's again when it drops them."""
-    with lent_client() as client:
-        seen = told_by_reader(client, monkeypatch)
-        for number in range(10):
-            array = np.full(1 << 17, number, np.uint8)
-            answer = client.call_utility("echo", array)
-            assert (answer == array).all()
-        assert seen == []
-        del answer
-        client.call_utility("echo", None)
-        status = session_of(client).links[0].status
-        eventually(lambda: status.counters.words[Count.ARENA_USED] == 0, DEADLOCK)
-
-
 def test_errors_of_a_utility_reach_the_caller_who_reads() -> None:
     """As from the reader: the engine's own exception, and the next call works."""
     with lent_client() as client:
@@ -108,8 +91,8 @@ def test_errors_of_a_utility_reach_the_caller_who_reads() -> None:
         assert client.call_utility("echo", 1) == 1
 
 
-def test_what_is_large_in_the_pipe_is_left_to_the_reader() -> None:
-    """A caller reads frames that are small but for shared memory; others come to it all the same."""
+def test_what_has_buffers_or_is_large_is_left_to_the_reader() -> None:
+    """A caller reads small frames only; others come to it all the same."""
     with lent_client() as client:
         for size in (10, 1 << 12, 1 << 16, 1 << 20):
             payload = os.urandom(size)

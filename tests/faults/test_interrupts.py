@@ -241,7 +241,7 @@ def test_bc50_an_interrupt_at_any_point_takes_the_whole_call_back(
 
 
 @pytest.mark.parametrize("gap", [0, 1, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 3, 5, 8, 13))])
-@pytest.mark.parametrize("operation", ["call", "big call", "get"])
+@pytest.mark.parametrize("operation", ["call", "get"])
 def test_bc50_an_interrupt_at_any_point_of_a_call_that_reads_its_answer_itself(
     client: SyncMPClient, operation: str, gap: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,6 @@ from engine_client.ipc.arena_memory import create_memory
 from engine_client.ipc.arena_table import TABLE_SIZE
 from engine_client.protocol.frames import Segment
 from helpers.arenas import MIB, Arena
-from helpers.interrupts import interrupt_everywhere
 from helpers.procs import run_script
 
 
@@ -214,48 +213,6 @@ def test_an_interrupt_leaves_the_segment(arena, monkeypatch):
 
 def _interrupt(*args):
     raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("gap", [0, 1, 2])
-def test_an_interrupt_at_any_point_loses_no_lease(arena, gap):
-    """Into a list that outlives the interrupt, a range is leased once and given back once, however often."""
-    segments = []
-    views = []
-
-    def prepare():
-        segments.append(arena.writer.put(memoryview(b"%4d" % len(segments) * 1000)))
-
-    def check(where):
-        for _ in range(2):
-            arena.reader.lease_into(views, 0, segments[-1])
-        assert views[0] == b"%4d" % (len(segments) - 1) * 1000, where
-        assert arena.writer.used > 0, where
-        assert len(leases) == before + 1, where
-        with pytest.raises(RemoteProtocolError, match="leased before"):
-            arena.reader.lease(segments[-1])
-        views.clear()
-        assert arena.writer.used == 0, where
-        assert len(leases) == before, where
-
-    arena.exchange(b"warm-up")
-    leases = arena_reader._LEASES  # noqa: SLF001
-    before = len(leases)
-    assert interrupt_everywhere(lambda: arena.reader.lease_into(views, 0, segments[-1]), check, prepare, gap) > 10
-
-
-def test_two_threads_that_lease_the_same_get_the_same(arena):
-    """As when a loan ends while its borrower leases the buffers of what it has read."""
-    for number in range(50):
-        segment = arena.writer.put(memoryview(b"%4d" % number * 1000))
-        views = []
-        threads = [threading.Thread(target=arena.reader.lease_into, args=(views, 0, segment)) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert [bytes(view[:4]) for view in views] == [b"%4d" % number]
-        views.clear()
-        assert arena.writer.used == 0
 
 
 def test_one_reader_of_three_fails():

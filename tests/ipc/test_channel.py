@@ -509,15 +509,15 @@ def test_buffers_that_cannot_be_mapped_are_given_back(monkeypatch: pytest.Monkey
     """A frame of which one buffer cannot be had comes without any, and its memory is free."""
     with shared() as (left, right, writer, reader):
         right.connect_memory(writer=writer, reader=reader, threshold=1000)
-        lease_into, seen = reader.lease_into, []
+        lease, seen = reader.lease, []
 
-        def fail_at_the_second(views: list[memoryview], index: int, segment: Segment) -> None:
+        def fail_at_the_second(segment: Segment) -> memoryview:
             seen.append(segment)
             if len(seen) == 2:
                 raise OSError(12, "cannot map")
-            lease_into(views, index, segment)
+            return lease(segment)
 
-        monkeypatch.setattr(reader, "lease_into", fail_at_the_second)
+        monkeypatch.setattr(reader, "lease", fail_at_the_second)
         left.send(frame(b"x", *[bytes(100_000)] * 3))
         (got,) = pump(left, right)
         assert "cannot map" in str(got.error)

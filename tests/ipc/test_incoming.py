@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine_client.errors import RemoteProtocolError
-from engine_client.ipc.incoming import Placed, fill, resolve
+from engine_client.ipc.incoming import resolve
 from engine_client.protocol.frames import INLINE, Kind, RawFrame, Segment
 
 SEGMENTS = [Segment(3), Segment(5, 64, 1), Segment(7, 128, 1), Segment(2)]
@@ -21,11 +21,10 @@ class Arena:
         self.error = error
         self.discarded: list[int] = []
 
-    def lease_into(self, views: list[memoryview], index: int, segment: Segment) -> None:
+    def lease(self, segment: Segment) -> memoryview:
         if segment.offset == self.failing and self.error is not None:
             raise self.error
-        if index == len(views):
-            views.append(memoryview(bytes(segment.length)))
+        return memoryview(bytes(segment.length))
 
     def discard(self, segment: Segment) -> None:
         self.discarded.append(segment.offset)
@@ -58,20 +57,3 @@ def test_without_shared_memory_a_segment_in_it_cannot_be() -> None:
     """The message names the channel."""
     frame = resolve(raw(), None, "engine 0")
     assert "engine 0: a buffer in shared memory, but there is none" in str(frame.error)
-
-
-def test_what_is_leased_stays_so_until_all_is() -> None:
-    """Where leasing ends, by an error or a signal handler's exception, it can go on, and nothing is leased again."""
-    placed = RawFrame(Kind.REPLY, 0, 9, b"header", SEGMENTS[1:3], [])
-    leased: list[memoryview] = []
-    failing: Any = Arena(128, OSError("no memory"))
-    with pytest.raises(OSError, match="no memory"):
-        fill(leased, placed, failing, "engine 0")
-    assert [view.nbytes for view in leased] == [5]
-    first = leased[0]
-    arena: Any = Arena()
-    fill(leased, placed, arena, "engine 0")
-    frame = resolve(Placed(placed, leased), arena, "engine 0")
-    assert [view.nbytes for view in frame.buffers] == [5, 7]
-    assert frame.buffers[0] is first
-    assert (failing.discarded, arena.discarded) == ([], [])

@@ -13,12 +13,9 @@ from typing import Any
 
 import pytest
 
-from engine_client.ipc import arena_reader
-from engine_client.ipc.arena_table import make_owner
 from engine_client.ipc.channel import Channel
 from engine_client.ipc.loan import Loan, can_lend
 from engine_client.protocol.frames import RESTRICTED, Frame, Kind
-from helpers.arenas import Arena, arena
 from helpers.interrupts import act_everywhere, interrupt_everywhere
 from helpers.timing import DEADLOCK, eventually, took_at_most
 
@@ -103,7 +100,7 @@ def test_what_is_not_taken_is_the_channel_s_in_order() -> None:
 
 
 def test_what_no_borrower_can_take_stays() -> None:
-    """A frame with buffers in the pipe, half a frame, and what breaks the protocol are for who receives."""
+    """A frame with buffers, half a frame, and what breaks the protocol are for who receives from the channel."""
     for data in (b"ECF1", b"no frame at all, but some text that is long enough"):
         with lent() as (loan, ours, theirs):
             _write(theirs, data)
@@ -117,94 +114,6 @@ def test_what_no_borrower_can_take_stays() -> None:
         loan.end()
         (frame,) = ours.receive()
         assert bytes(frame.buffers[0]) == b"buffer"
-
-
-@contextmanager
-def lent_with_memory() -> Iterator[tuple[Loan, Channel, Channel, Arena]]:
-    """As ``lent``; buffers that the other end sends lie in an arena, whose reader is this end's."""
-    with arena() as memory, lent() as (loan, ours, theirs):
-        theirs.connect_memory(writer=memory.writer, reader=memory.reader, threshold=1000)
-        ours.connect_memory(writer=memory.writer, reader=memory.reader, threshold=1000)
-        yield loan, ours, theirs, memory
-
-
-def send_placed(channel: Channel, number: int) -> None:
-    """Send a frame with two buffers, both of them in shared memory."""
-    buffers = [memoryview(b"%4d" % number * 1000), memoryview(b"%4d" % -number * 500)]
-    channel.send(Frame(Kind.REPLY, 0, 1, b"%d" % number, buffers))
-
-
-def numbers(frames: list[Any]) -> list[int]:
-    """Return the numbers of such frames, whose buffers are compared with them."""
-    for frame in frames:
-        number = int(frame.header)
-        assert [bytes(view) for view in frame.buffers] == [b"%4d" % number * 1000, b"%4d" % -number * 500]
-    return [int(frame.header) for frame in frames]
-
-
-def test_a_frame_with_buffers_in_shared_memory_is_taken() -> None:
-    """The borrower gets it with its buffers, which end with it; what is behind it is the next one."""
-    with lent_with_memory() as (loan, ours, theirs, memory):
-        send_placed(theirs, 1)
-        send_placed(theirs, 2)
-        send(theirs, b"plain")
-        taken: list[Any] = []
-        frame = loan.next(DEADLOCK)
-        assert frame is not None
-        assert loan.next(0.0) == frame
-        assert loan.take(taken)
-        assert numbers([frame]) == numbers(taken) == [1]
-        del frame
-        loan.end()
-        left = ours.receive()
-        assert numbers(left[:1]) == [2]
-        assert headers(left[1:]) == [b"plain"]
-        taken.clear()
-        left.clear()
-        assert memory.writer.used == 0
-
-
-def test_buffers_that_cannot_be_had_are_left_to_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The borrower gets no frame; the one who receives next gets it, with its buffers or with why it has none."""
-    for is_lasting in (False, True):
-        with lent_with_memory() as (loan, ours, theirs, memory), monkeypatch.context() as patch:
-            patch.setattr(arena_reader, "make_owner", _fail)
-            send_placed(theirs, 1)
-            assert loan.next(DEADLOCK) is None
-            assert loan.next(0.0) is None
-            if not is_lasting:
-                patch.undo()
-            loan.end()
-            (frame,) = ours.receive()
-            if is_lasting:
-                assert isinstance(frame.error, MemoryError)
-            else:
-                assert numbers([frame]) == [1]
-            del frame
-            assert memory.writer.used == 0
-
-
-def _fail(*args: Any) -> Any:
-    raise MemoryError("none")
-
-
-def test_a_handler_s_error_while_buffers_are_leased_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not taken for the memory's, and the frame is still the next one."""
-    errors = [TimeoutError("alarm")]
-
-    def ring(*args: Any) -> Any:
-        if errors:
-            raise errors.pop()
-        return make_owner(*args)
-
-    with lent_with_memory() as (loan, _, theirs, _):
-        monkeypatch.setattr(arena_reader, "make_owner", ring)
-        send_placed(theirs, 1)
-        with pytest.raises(TimeoutError, match="alarm"):
-            loan.next(DEADLOCK)
-        frame = loan.next(0.0)
-        assert frame is not None
-        assert numbers([frame]) == [1]
 
 
 def test_nothing_is_read_before_it_is_open() -> None:
@@ -253,31 +162,28 @@ def test_the_end_comes_while_somebody_polls() -> None:
 
 def test_an_end_at_any_point_leaves_each_frame_one_taker() -> None:
     """Wherever a borrower stands when the loan ends, its frame is either its own or the channel's, and none is lost."""
-    with lent_with_memory() as (_, ours, theirs, memory):
+    with lent() as (_, ours, theirs):
         loans: list[Loan] = []
-        got: list[int] = []
+        got: list[bytes] = []
         sent = 0
 
         def operation() -> None:
             nonlocal sent
             loans.append(lend(ours))
-            send_placed(theirs, sent)
-            send_placed(theirs, sent + 1)
+            send(theirs, b"%d" % sent, b"%d" % (sent + 1))
             sent += 2
-            got.extend(map(int, take_one(loans[-1], 0.5)))
+            got.extend(take_one(loans[-1], 0.5))
             loans[-1].end()
-            got.extend(numbers(ours.receive()))
-            assert got == list(range(sent))
-            assert memory.writer.used == 0
+            got.extend(headers(ours.receive()))
+            assert got == [b"%d" % number for number in range(sent)]
 
         assert act_everywhere(operation, lambda: loans and loans[-1].end()) > 20
 
 
-@pytest.mark.parametrize("is_placed", [False, True])
 @pytest.mark.parametrize("gap", [0, 1, 2, 3])
-def test_an_interrupt_at_any_point_loses_no_frame(gap: int, is_placed: bool) -> None:
+def test_an_interrupt_at_any_point_loses_no_frame(gap: int) -> None:
     """A borrower that is interrupted, twice even, has its frame or has left it; the loan can always be ended."""
-    with lent_with_memory() as (_, ours, theirs, memory):
+    with lent() as (_, ours, theirs):
         loans: list[Loan] = []
         taken: list[Any] = []
         sent = 0
@@ -285,11 +191,7 @@ def test_an_interrupt_at_any_point_loses_no_frame(gap: int, is_placed: bool) -> 
         def prepare() -> None:
             nonlocal sent
             loans.append(lend(ours))
-            for number in (sent, sent + 1):
-                if is_placed:
-                    send_placed(theirs, number)
-                else:
-                    send(theirs, b"%d" % number)
+            send(theirs, b"%d" % sent, b"%d" % (sent + 1))
             sent += 2
 
         def operation() -> None:
@@ -305,12 +207,9 @@ def test_an_interrupt_at_any_point_loses_no_frame(gap: int, is_placed: bool) -> 
         def check(where: str) -> None:
             del where
             loans[-1].end()
-            got = taken + ours.receive()
+            got = headers(taken) + headers(ours.receive())
             taken.clear()
-            assert headers(got) == [b"%d" % (sent - 2), b"%d" % (sent - 1)]
-            assert not is_placed or numbers(got)
-            got.clear()
-            assert memory.writer.used == 0
+            assert got == [b"%d" % (sent - 2), b"%d" % (sent - 1)]
 
         assert interrupt_everywhere(operation, check, prepare, gap) > 10
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import time
 
 import pytest
 from hypothesis import given, strategies as st
 
 from engine_client.errors import RemoteProtocolError
-from engine_client.messages import EngineCoreOutput, FinishReason
+from engine_client.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from engine_client.protocol.batch import Columns, decode_columns
 from engine_client.protocol.frames import Frame, Kind
 from engine_client.protocol.outputs import outputs_from
@@ -23,6 +24,14 @@ def test_each_row_becomes_an_output_of_its_request() -> None:
     outputs, finished = outputs_from(columns([1, 2, 3], [7, 8, 9]), {1: "a", 3: "c"})
     assert outputs.outputs == [EngineCoreOutput("a", [7]), EngineCoreOutput("c", [9])]
     assert (outputs.engine_index, outputs.timestamp, finished) == (3, 1.5, [])
+
+
+def test_a_batch_without_a_time_stamp_gets_one() -> None:
+    """As the class does, for an engine that sets none; what is at its default is there all the same."""
+    outputs, _ = outputs_from(columns([1], [7])._replace(timestamp=0.0), {1: "a"})
+    assert 0 < outputs.timestamp <= time.monotonic()
+    assert outputs == EngineCoreOutputs(3, [EngineCoreOutput("a", [7])], timestamp=outputs.timestamp)
+    assert (outputs.scheduler_stats, outputs.finished_requests, outputs.wave_complete) == (None, None, None)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=8))
