@@ -15,7 +15,7 @@ from engine_client.clients.fan_out import FanOut
 from engine_client.clients.link import EngineLink, LinkGoneError
 from engine_client.clients.traffic import Traffic
 from engine_client.deadline import Deadline
-from engine_client.protocol.frames import Frame
+from engine_client.protocol.frames import Frame, new_tuple
 from engine_client.protocol.wire import encode_utility
 
 __all__ = ["Caller"]
@@ -96,7 +96,7 @@ class Caller:
                 self._leave_out(fan_out, closed)
             for call_id, link in zip(fan_out.ids, fan_out.links, strict=True):
                 try:
-                    self._traffic.send(link, Frame(frame.kind, frame.flags, call_id, frame.header, frame.buffers))
+                    self._traffic.send(link, new_tuple(Frame, (*frame[:2], call_id, *frame[3:])))
                 except LinkGoneError:
                     gone.append(link)
         except BaseException:

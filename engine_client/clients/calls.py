@@ -72,7 +72,7 @@ class Reply:
         return self._outcome(timeout)[1]
 
     def _outcome(self, timeout: float | None) -> tuple[Any, BaseException | None]:
-        if not self.wait(timeout):
+        if not self._outcomes and not self.wait(timeout):
             raise TimeoutError
         return self._outcomes[0]
 
@@ -87,7 +87,8 @@ class Reply:
     def _end(self, result: Any, error: BaseException | None) -> None:
         self._outcomes.append((result, error))
         self._latch.set()
-        self._run_callbacks()
+        if self._callbacks:
+            self._run_callbacks()
 
     def add_done_callback(self, callback: Callable[[Reply], object]) -> None:
         """Have ``callback(reply)`` called at its end, on the thread that ends it; now if it has ended."""

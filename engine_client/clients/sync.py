@@ -20,7 +20,7 @@ from engine_client.clients.mp import MPClient
 from engine_client.clients.streams import OutputStream
 from engine_client.clients.utilities import SyncUtilities
 from engine_client.config import ClientOptions
-from engine_client.deadline import Deadline, check_timeout
+from engine_client.deadline import NEVER, Deadline, check_timeout
 from engine_client.messages import EngineCoreOutputs, EngineCoreRequest
 
 __all__ = ["SyncMPClient"]
@@ -155,7 +155,8 @@ class SyncMPClient(SyncUtilities, MPClient):
         begun, me = False, get_ident()
         try:
             begun = self._begin()
-            values = self._call_utility(method, args, Deadline(check_timeout(timeout)), ranks)
+            deadline = NEVER if timeout is None else Deadline(check_timeout(timeout))
+            values = self._call_utility(method, args, deadline, ranks)
             self._end(begun)
             return values[0] if ranks is None else values
         except Exception:
