@@ -72,7 +72,7 @@ class Reply:
         return self._outcome(timeout)[1]
 
     def _outcome(self, timeout: float | None) -> tuple[Any, BaseException | None]:
-        if not self._outcomes and not self.wait(timeout):
+        if not self.wait(timeout):
             raise TimeoutError
         return self._outcomes[0]
 

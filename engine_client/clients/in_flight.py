@@ -233,7 +233,7 @@ class InFlight:
             self._settle()
         outputs, finished = outputs_from(columns, self._ids)
         if finished:
-            self._unnoticed = {}  # as ``notice_ends``
+            self.notice_ends()
             self._finished.update(finished)
         return outputs
 
